@@ -205,7 +205,7 @@ _FILE_NAMES = {ExtractRecipe: "extract.toml", TrainRecipe: "train.toml"}
 
 def stages_folder() -> Path:
     """Folder of the shipped recipes: beside the package in a checkout, inside it in a wheel."""
-    inside = Path(__file__).parent / "stages"
+    inside = Path(__file__).parent / "_data" / "stages"
     return inside if inside.is_dir() else Path(__file__).parent.parent / "stages"
 
 

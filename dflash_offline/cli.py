@@ -1,0 +1,202 @@
+"""The command line: verbs only, each a thin call into the module that does the work.
+
+Exit status: 0 done, 1 failed, 2 wrong use, 3 interrupted and resumable. ``--debug`` shows the traceback of an error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dflash_offline.config import ExtractRecipe, TrainRecipe, load_recipe
+from dflash_offline.errors import DFlashOfflineError, Interrupted, UsageError
+
+app = typer.Typer(
+    name="dflash-offline",
+    help="Train DFlash drafters from a cache of the target's hidden states: extract once, train as often as you like.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ExtractRecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="An extract.toml, its folder, or the name of a shipped recipe.")
+]
+TrainRecipeArgument = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A train.toml, its folder, or the name of a shipped recipe.")
+]
+SetOption = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key: --set layout.encoding=bf16.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON on standard output.")]
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug messages.")] = False,
+) -> None:
+    logging.basicConfig(
+        level=logging.DEBUG if debug else logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr
+    )
+    logging.getLogger("dflash_offline").setLevel(logging.DEBUG if debug else logging.INFO)
+
+
+def _print(answer: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(answer, indent=1, default=str))
+        return
+    for key, value in answer.items():
+        if isinstance(value, float):
+            value = f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+        elif isinstance(value, int) and not isinstance(value, bool):
+            value = f"{value:,}"
+        elif isinstance(value, list | dict):
+            value = json.dumps(value, default=str)
+        typer.echo(f"{key.replace('_', ' '):28} {value}")
+
+
+@app.command()
+def prepare(recipe: ExtractRecipeArgument, set: SetOption = [], json: JsonOption = False) -> None:  # noqa: A002, B006
+    """Tokenise the corpus, plan the shards and create the cache; no GPU is used.
+
+    Example: dflash-offline prepare smollm2-135m --set data.source=chats.jsonl
+    """
+    from dflash_offline.extract import prepare as run_prepare
+
+    cache = run_prepare(load_recipe(recipe, ExtractRecipe, set), progress=sys.stderr.isatty())
+    layout = cache.manifest.layout
+    _print(
+        {
+            "cache": str(cache.path),
+            "samples": layout.num_samples,
+            "tokens": layout.num_tokens,
+            "shards": layout.num_shards,
+            "heldout_shards": layout.num_heldout_shards,
+        },
+        json,
+    )
+
+
+@app.command()
+def extract(
+    recipe: ExtractRecipeArgument,
+    set: SetOption = [],  # noqa: A002, B006
+    gpus: Annotated[str | None, typer.Option(help="GPUs for target replicas, e.g. 0-4.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Run the target over the corpus and write the hidden-state shards; run it again to resume.
+
+    Example: dflash-offline extract smollm2-135m --gpus 0-4
+    """
+    from dflash_offline.extract import extract as run_extract
+
+    overrides = [*set, f'run.gpus="{gpus}"'] if gpus else set
+    _print(run_extract(load_recipe(recipe, ExtractRecipe, overrides), progress=sys.stderr.isatty()), json)
+
+
+@app.command()
+def preview(
+    recipe: ExtractRecipeArgument,
+    set: SetOption = [],  # noqa: A002, B006
+    count: Annotated[int, typer.Option(min=1, help="Samples shown.")] = 3,
+) -> None:
+    """Show a few samples with the supervised tokens coloured, and what was dropped and why."""
+    from rich.console import Console
+
+    from dflash_offline.conversations import preview as run_preview
+    from dflash_offline.target import resolve_target
+
+    parsed = load_recipe(recipe, ExtractRecipe, set)
+    run_preview(parsed.data, resolve_target(parsed.target).tokenizer(), count, Console())
+
+
+@app.command()
+def train(recipe: TrainRecipeArgument, set: SetOption = [], json: JsonOption = False) -> None:  # noqa: A002, B006
+    """Train a drafter from a finished cache; run it again to resume from the newest checkpoint.
+
+    Example: dflash-offline train smollm2-135m --set training.epochs=12
+    """
+    from dflash_offline.train import train as run_train
+
+    _print(run_train(load_recipe(recipe, TrainRecipe, set), progress=sys.stderr.isatty()), json)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder, or one of its checkpoints.")],
+    out: Annotated[Path, typer.Option(help="Folder of the drafter; must not exist, or hold an earlier export.")],
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+) -> None:
+    """Write a drafter folder in Hugging Face layout that z-lab's dflash, SGLang and vLLM load."""
+    from dflash_offline.export import export_drafter
+
+    if dtype not in ("bfloat16", "float32"):
+        raise UsageError(f"--dtype {dtype!r}: use bfloat16 or float32")
+    typer.echo(str(export_drafter(run, out, dtype=dtype)))
+
+
+@app.command()
+def status(path: Annotated[Path, typer.Argument(help="A cache or a run folder.")], json: JsonOption = False) -> None:
+    """Say how far an extraction or a training run is, from its files alone."""
+    if (path / "recipe.json").is_file():
+        from dflash_offline.train import run_status
+
+        _print(run_status(path), json)
+    else:
+        from dflash_offline.cache import cache_status
+
+        _print(cache_status(path), json)
+
+
+@app.command()
+def verify(
+    cache: Annotated[Path, typer.Argument(help="Folder of the cache.")],
+    deep: Annotated[bool, typer.Option("--deep", help="Decode everything and compare with the receipts.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Queue damaged shards for extraction again.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Check every file of a cache against its checksum."""
+    from dflash_offline.cache import verify_cache
+
+    report = verify_cache(cache, deep=deep, repair=repair)
+    _print(report.as_dict(), json)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    out: Annotated[Path | None, typer.Option(help="The HTML file; default: report.html in the run folder.")] = None,
+) -> None:
+    """Write one self-contained HTML page about a training run."""
+    from dflash_offline.report import write_report
+
+    typer.echo(str(write_report(run, out)))
+
+
+def main() -> None:
+    """Entry point: run a verb, turn errors into one clear message and an exit status."""
+    debug = "--debug" in sys.argv
+    try:
+        app(standalone_mode=True)
+    except Interrupted as error:
+        typer.echo(f"interrupted: {error}", err=True)
+        raise SystemExit(error.exit_status) from None
+    except DFlashOfflineError as error:
+        if debug:
+            raise
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(error.exit_status) from None
+    except KeyboardInterrupt:
+        typer.echo("interrupted: run the same command again to go on", err=True)
+        raise SystemExit(3) from None
+
+
+if __name__ == "__main__":
+    main()
