@@ -1,0 +1,37 @@
+# make demo    the whole job on a real model      make test       all tests, under 15 minutes on 2 cores
+# make lint    what style can be checked          make test-long  the suites that take hours
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export HF_HUB_DISABLE_TELEMETRY := 1
+export TOKENIZERS_PARALLELISM := true
+
+.PHONY: demo test test-long lint schemas clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m dflash_offline.demo $(DEMO)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m dflash_offline.demo --fetch-only
+	$(BIN)/python -m pytest $(TESTS)
+
+test-long: $(VENV)/.installed
+	$(BIN)/python -m dflash_offline.demo --fetch-only
+	$(BIN)/python -m pytest -m long --timeout 7200 $(TESTS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/python -m dflash_offline.schemas --check
+
+schemas: $(VENV)/.installed
+	$(BIN)/python -m dflash_offline.schemas
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[gguf,tensorboard,test,dev]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps dflash==0.1.0
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
