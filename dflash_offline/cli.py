@@ -61,7 +61,7 @@ def _print(answer: dict[str, Any], as_json: bool) -> None:
 
 
 @app.command()
-def prepare(recipe: ExtractRecipeArgument, set: SetOption = [], json: JsonOption = False) -> None:  # noqa: A002, B006
+def prepare(recipe: ExtractRecipeArgument, set: SetOption = [], json: JsonOption = False) -> None:  # noqa: B006
     """Tokenise the corpus, plan the shards and create the cache; no GPU is used.
 
     Example: dflash-offline prepare smollm2-135m --set data.source=chats.jsonl
@@ -85,7 +85,7 @@ def prepare(recipe: ExtractRecipeArgument, set: SetOption = [], json: JsonOption
 @app.command()
 def extract(
     recipe: ExtractRecipeArgument,
-    set: SetOption = [],  # noqa: A002, B006
+    set: SetOption = [],  # noqa: B006
     gpus: Annotated[str | None, typer.Option(help="GPUs for target replicas, e.g. 0-4.")] = None,
     json: JsonOption = False,
 ) -> None:
@@ -102,7 +102,7 @@ def extract(
 @app.command()
 def preview(
     recipe: ExtractRecipeArgument,
-    set: SetOption = [],  # noqa: A002, B006
+    set: SetOption = [],  # noqa: B006
     count: Annotated[int, typer.Option(min=1, help="Samples shown.")] = 3,
 ) -> None:
     """Show a few samples with the supervised tokens coloured, and what was dropped and why."""
@@ -116,7 +116,7 @@ def preview(
 
 
 @app.command()
-def train(recipe: TrainRecipeArgument, set: SetOption = [], json: JsonOption = False) -> None:  # noqa: A002, B006
+def train(recipe: TrainRecipeArgument, set: SetOption = [], json: JsonOption = False) -> None:  # noqa: B006
     """Train a drafter from a finished cache; run it again to resume from the newest checkpoint.
 
     Example: dflash-offline train smollm2-135m --set training.epochs=12

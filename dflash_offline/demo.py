@@ -73,7 +73,9 @@ def run_demo(model: str | None, overrides: list[str], out: Path) -> dict[str, An
 
     gpu = torch.cuda.is_available()
     name = "smollm2-135m" if gpu else "smollm2-135m-cpu"
-    device = f"GPU ({torch.cuda.get_device_name()}): full shape" if gpu else f"CPU ({os.cpu_count()} cores): small shape"
+    device = (
+        f"GPU ({torch.cuda.get_device_name()}): full shape" if gpu else f"CPU ({os.cpu_count()} cores): small shape"
+    )
     print(f"dflash-offline demo on {device}, recipe {name}", flush=True)
     if model is None:
         _step("fetch SmolLM2-135M-Instruct")

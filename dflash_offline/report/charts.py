@@ -66,9 +66,7 @@ def line_chart(title: str, x_label: str, series: Sequence[Series], zero: bool = 
         series: The lines; at most six colours are told apart.
         zero: Whether the y axis starts at 0.
     """
-    kept = [
-        Series(one.name, [(x, y) for x, y in one.points if y is not None and math.isfinite(y)]) for one in series
-    ]
+    kept = [Series(one.name, [(x, y) for x, y in one.points if y is not None and math.isfinite(y)]) for one in series]
     kept = [one for one in kept if one.points]
     if not kept:
         return None
