@@ -1,0 +1,183 @@
+"""GGUF files as targets: converted once into a plain Hugging Face folder, which every later run loads.
+
+transformers reads a GGUF file slowly (SmolLM2-135M: 67 s for configuration, tokenizer and weights on one core, most of
+it parsing the vocabulary and building one table of names hundreds of times; 20 s with both remembered, as here) and may
+keep weights packed. The folder holds the dequantised weights in the compute dtype, 2 or 4 bytes a weight, and loads in
+a second. It lies under ``$DFLASH_OFFLINE_HOME/targets`` (default ``~/.cache/dflash-offline/targets``), keyed by the
+file's sha256, the dtype and the transformers version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+from unittest.mock import patch
+
+from dflash_offline.errors import DFlashOfflineError, UsageError
+
+logger = logging.getLogger(__name__)
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class GgufSource:
+    """The GGUF file behind a converted folder; ``quantization`` reads like ``Q4_1 dequantised``."""
+
+    path: Path
+    sha256: str
+    quantization: str
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as GGUF files do."""
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def home_folder() -> Path:
+    """Where converted targets lie: ``$DFLASH_OFFLINE_HOME``, else ``~/.cache/dflash-offline``."""
+    return Path(os.environ.get("DFLASH_OFFLINE_HOME") or "~/.cache/dflash-offline").expanduser()
+
+
+def converted_folder(path: Path, sha256: str, dtype: str) -> tuple[GgufSource, Path]:
+    """The plain folder of a GGUF file, made on first use; complete or absent, also when processes race.
+
+    Raises:
+        UsageError: the extra ``gguf`` is not installed, or transformers does not know the architecture.
+        DFlashOfflineError: the file is damaged or the folder could not be written.
+    """
+    import transformers
+
+    name = f"{path.stem}-{sha256[:16]}-{dtype}-transformers-{transformers.__version__}"
+    folder = home_folder() / "targets" / name
+    if not folder.is_dir():
+        _require_gguf(path)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        logger.info("converting %s into %s (once)", path, folder)
+        scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
+        try:
+            _convert(path, dtype, scratch)
+            source = {"file": path.name, "sha256": sha256, "quantization": file_type(path)}
+            (scratch / "source.json").write_text(json.dumps(source, indent=1))
+            with contextlib.suppress(OSError):  # another process was first; its folder holds the same
+                os.rename(scratch, folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    if not folder.is_dir():
+        raise DFlashOfflineError(f"could not write the converted target {folder}; set DFLASH_OFFLINE_HOME elsewhere")
+    stored = json.loads((folder / "source.json").read_text())
+    return GgufSource(path, sha256, f"{stored['quantization']} dequantised"), folder
+
+
+def file_type(path: Path) -> str:
+    """Name of the file's main quantisation, e.g. ``Q4_1``, from its header alone.
+
+    Raises:
+        DFlashOfflineError: the header is cut short.
+    """
+    from gguf import LlamaFileType
+
+    try:
+        with path.open("rb") as file:
+            file.seek(4)
+            _version, _tensors, keys = struct.unpack("<IQQ", file.read(20))
+            for _ in range(keys):
+                key = _read_string(file)
+                value = _read_value(file, struct.unpack("<I", file.read(4))[0])
+                if key == "general.file_type":
+                    return LlamaFileType(int(value)).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    except (struct.error, ValueError) as error:
+        raise DFlashOfflineError(f"{path}: the GGUF header is damaged ({error})") from error
+    return "unknown"
+
+
+def _read_string(file: BinaryIO) -> str:
+    return file.read(struct.unpack("<Q", file.read(8))[0]).decode("utf-8", "replace")
+
+
+def _read_value(file: BinaryIO, kind: int) -> Any:
+    """One metadata value; arrays are passed over."""
+    if kind == _STRING:
+        return _read_string(file)
+    if kind != _ARRAY:
+        if kind not in _SCALARS:
+            raise ValueError(f"unknown value type {kind}")
+        code = "<" + _SCALARS[kind]
+        return struct.unpack(code, file.read(struct.calcsize(code)))[0]
+    inner, count = struct.unpack("<IQ", file.read(12))
+    if inner in _SCALARS:
+        file.seek(count * struct.calcsize("<" + _SCALARS[inner]), os.SEEK_CUR)
+    else:
+        for _ in range(count):
+            _read_value(file, inner)
+    return None
+
+
+def _require_gguf(path: Path) -> None:
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"target {path}: reading a GGUF file needs {' and '.join(missing)}; pip install 'dflash-offline[gguf]'"
+        )
+
+
+def _convert(path: Path, dtype: str, out: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from dflash_offline.target.quiet import quiet_transformers
+
+    options: dict[str, Any] = {"gguf_file": path.name}
+    with quiet_transformers(), _remembered_tables():
+        try:
+            config = AutoConfig.from_pretrained(path.parent, **options)
+            model = AutoModelForCausalLM.from_pretrained(
+                path.parent, config=config, dtype=torch.float32, **options, **_dequantised()
+            )
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)
+        except (ValueError, NotImplementedError, KeyError) as error:
+            raise UsageError(
+                f"target {path}: transformers cannot read this GGUF file ({error}); give the original folder instead"
+            ) from error
+        for name in ("hf_quantizer", "quantization_method"):
+            if getattr(model, name, None) is not None:
+                delattr(model, name)
+        if getattr(model.config, "quantization_config", None) is not None:
+            del model.config.quantization_config
+        packed = [name for name, weight in model.named_parameters() if not weight.is_floating_point()]
+        if packed:
+            raise DFlashOfflineError(f"target {path}: weight {packed[0]} stayed packed; it cannot serve as a target")
+        model.to(getattr(torch, dtype)).save_pretrained(out)
+        tokenizer.save_pretrained(out)
+
+
+def _dequantised() -> dict[str, Any]:
+    """Keyword arguments that make `from_pretrained` unpack every weight (older versions always do)."""
+    import transformers
+
+    kind = getattr(transformers, "GgufConfig", None)
+    return {} if kind is None else {"quantization_config": kind(dequantize=True)}
+
+
+@contextlib.contextmanager
+def _remembered_tables() -> Iterator[None]:
+    """Let transformers parse the file once and build each table of names once, where it does so many times."""
+    import gguf
+
+    reader = functools.cache(gguf.GGUFReader)
+    names = functools.cache(gguf.get_tensor_name_map)
+    with patch.object(gguf, "GGUFReader", reader), patch.object(gguf, "get_tensor_name_map", names):
+        yield
