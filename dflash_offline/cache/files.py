@@ -1,0 +1,180 @@
+"""Files that are either whole or absent: canonical JSON, checksums, and writes by rename.
+
+A write goes to a temporary file in the same folder, is flushed to disk, renamed, and the folder flushed: after a
+crash the final name holds the old bytes or the new ones, never a part. The two flushes cost about a millisecond on a
+local disk, nothing beside a shard of hundreds of megabytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dflash_offline.errors import DFlashOfflineError
+
+TEMPORARY_PREFIX = ".tmp-"
+SELF_KEY = "self_sha256"
+_BLANK = "0" * 64
+
+
+class DamagedFile(DFlashOfflineError):
+    """A file of the cache is missing, cut short, or does not match its checksum."""
+
+
+def canonical_json(obj: Any) -> bytes:
+    """JSON in the one form the project writes: UTF-8, sorted keys, one space of indent, a newline at the end.
+
+    Raises:
+        ValueError: the object holds NaN or infinity, which JSON cannot.
+    """
+    text = json.dumps(obj, sort_keys=True, indent=1, ensure_ascii=False, allow_nan=False)
+    return text.encode() + b"\n"
+
+
+def sha256_bytes(data: bytes | memoryview) -> str:
+    """SHA-256 of ``data`` as 64 lower-case hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: Path | str) -> str:
+    """SHA-256 of a file's bytes, read in pieces (about 2 GB/s)."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def with_self_sha256(obj: dict[str, Any]) -> dict[str, Any]:
+    """A copy of ``obj`` whose ``self_sha256`` is the SHA-256 of its canonical JSON with that value as 64 zeros."""
+    blank = {**obj, SELF_KEY: _BLANK}
+    return {**obj, SELF_KEY: sha256_bytes(canonical_json(blank))}
+
+
+def check_self_sha256(obj: dict[str, Any]) -> bool:
+    """Whether ``obj`` carries the ``self_sha256`` of its own canonical JSON."""
+    return obj.get(SELF_KEY) == with_self_sha256(obj)[SELF_KEY]
+
+
+def load_sealed(data: bytes, what: str) -> dict[str, Any]:
+    """Parse JSON that carries a ``self_sha256``, checking it against the very bytes of the file.
+
+    The bytes are hashed as they lie, with the 64 digits replaced by zeros, so a flipped bit that parses to the same
+    value (``1e-05`` to ``1E-05``) is found too.
+
+    Args:
+        data: content of the file.
+        what: name of the file, for the message.
+
+    Raises:
+        DamagedFile: it is not JSON, has no checksum, or does not match it.
+    """
+    try:
+        obj = json.loads(data)
+        digest = obj[SELF_KEY]
+        sealed = isinstance(digest, str) and len(digest) == 64
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DamagedFile(f"{what} is damaged: not JSON with a {SELF_KEY} ({error})") from None
+    needle = f'"{SELF_KEY}": "{digest}"'.encode()
+    if not sealed or data.count(needle) != 1:
+        raise DamagedFile(f"{what} is damaged: its {SELF_KEY} is not in the form that is written")
+    if sha256_bytes(data.replace(needle, f'"{SELF_KEY}": "{_BLANK}"'.encode())) != digest:
+        raise DamagedFile(f"{what} is damaged: it does not match its own {SELF_KEY}")
+    return obj
+
+
+def read_sealed(path: Path) -> dict[str, Any]:
+    """Read and check a file written by :func:`write_sealed`.
+
+    Raises:
+        DamagedFile: it is missing or does not match its own checksum.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DamagedFile(f"{path} cannot be read: {error.strerror}") from None
+    return load_sealed(data, str(path))
+
+
+def write_sealed(path: Path, obj: dict[str, Any]) -> dict[str, Any]:
+    """Write ``obj`` with its ``self_sha256`` atomically and return it."""
+    sealed = with_self_sha256(obj)
+    write_atomic(path, canonical_json(sealed))
+    return sealed
+
+
+def fsync_dir(path: Path | str) -> None:
+    """Flush a folder's entries to disk, so that a rename in it survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Flush every file and folder under ``folder``, for files that another library wrote."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            descriptor = os.open(Path(root, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        fsync_dir(root)
+
+
+@contextlib.contextmanager
+def no_space_explained(path: Path) -> Iterator[None]:
+    """Turn "no space left" of the block into a message that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DFlashOfflineError(
+            f"no space left while writing {path} ({error.strerror}): everything committed before it is kept. "
+            "Free some space or move the cache to a larger disk, then run the same command again; it resumes."
+        ) from error
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A binary file that appears under ``path``, flushed, when the block ends; on an error nothing is left.
+
+    Raises:
+        DFlashOfflineError: the disk is full.
+    """
+    temporary = path.parent / f"{TEMPORARY_PREFIX}{path.name}-{os.getpid()}"
+    with no_space_explained(path):
+        try:
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+        fsync_dir(path.parent)
+
+
+def write_atomic(path: Path, data: bytes | memoryview | Iterable[bytes | memoryview]) -> None:
+    """Write ``data``, or the pieces of it one after the other, as the whole content of ``path``.
+
+    Raises:
+        DFlashOfflineError: the disk is full.
+    """
+    pieces = [data] if isinstance(data, bytes | bytearray | memoryview) else data
+    with atomic_file(path) as file:
+        for piece in pieces:
+            file.write(piece)
+
+
+def write_json_atomic(path: Path, obj: Any) -> None:
+    """Write ``obj`` as canonical JSON (no checksum of its own) atomically."""
+    write_atomic(path, canonical_json(obj))
