@@ -133,7 +133,7 @@ def no_space_explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise DFlashOfflineError(
             f"no space left while writing {path} ({error.strerror}): everything committed before it is kept. "

@@ -177,10 +177,7 @@ class CacheLock:
 
     def _held_message(self, path: Path) -> str:
         holder = read_holder(path)
-        return (
-            f"the cache {self.folder.parent} is being written by {_who(holder)}. Wait for it or stop it, "
-            "then start again."
-        )
+        return f"{self.folder.parent} is in use by {_who(holder)}. Wait for it or stop it, then start again."
 
     def _gate(self) -> contextlib.AbstractContextManager[None]:
         return _gate(self.folder, os.O_RDWR | os.O_CREAT)

@@ -147,6 +147,11 @@ class Cache:
         samples = self.shard_samples(shard)
         return int(self.samples.length[samples.start : samples.stop].sum())
 
+    def shard_tokens_used(self) -> np.ndarray:
+        """int64 [num_shards]: token rows that each shard's samples fill."""
+        lengths = self.samples.length.astype(np.int64)
+        return np.bincount(self.samples.shard, weights=lengths, minlength=self.num_shards).astype(np.int64)
+
     def is_heldout(self, shard: int) -> bool:
         """Whether a shard holds held-out samples."""
         return shard < self.manifest.layout.num_heldout_shards
