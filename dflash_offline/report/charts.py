@@ -1,4 +1,4 @@
-"""Small SVG charts for the report: lines over steps, bars over positions. Colours come from the page's CSS variables."""
+"""Small SVG charts for the report: lines over steps, bars over positions. The page's CSS variables colour them."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ def _number(value: float) -> str:
 
 
 def _frame(title: str, x_label: str, y_ticks: list[float], place_y, x_marks: list[tuple[float, str]]) -> list[str]:
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}" preserveAspectRatio="xMidYMid meet">'
-    ]
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
     for tick in y_ticks:
         y = place_y(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
