@@ -2,7 +2,7 @@
 
 Each valid position gets a 64-bit hash of (seed, epoch, sample, position) and the smallest are taken: a draw without
 replacement that is a pure function, the same in any packing, on any number of replicas and in any version of numpy.
-About 15 µs a document of 300 tokens, 20 s of one core for a million documents.
+About 0.12 ms a document (2 minutes of one core for a million, where training takes hours).
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_WORD = 0xFFFFFFFFFFFFFFFF
+from dflash_offline.cache.splitmix64 import splitmix64
 
 
 def valid_anchor_positions(loss_mask: NDArray[np.generic]) -> NDArray[np.int64]:
@@ -31,29 +30,14 @@ def draw_anchors(
 
     Args:
         seed: of the run.
-        epoch: new anchors each epoch.
-        sample: storage index of the document.
+        epoch: new anchors each epoch; below 2**24.
+        sample: storage index of the document; below 2**40.
         valid_positions: from :func:`valid_anchor_positions`.
         count: at most so many.
     """
     if count >= len(valid_positions):
         return np.array(valid_positions, dtype=np.int64)
-    stream = 0
-    for word in (seed, epoch, sample):
-        stream = _mix((stream + _GOLDEN + (word & _WORD)) & _WORD)
-    keys = _mix_array(valid_positions.astype(np.uint64) * np.uint64(_GOLDEN) + np.uint64(stream))
+    stream = splitmix64(seed, np.array([epoch << 40 | sample], dtype=np.uint64))
+    keys = splitmix64(int(stream[0]), valid_positions)
     chosen = np.argpartition(keys, count)[:count] if count else np.empty(0, np.int64)
     return np.sort(valid_positions[chosen])
-
-
-def _mix(x: int) -> int:
-    """Finaliser of splitmix64 (Steele, Lea and Flood, 2014)."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _WORD
-    return x ^ (x >> 31)
-
-
-def _mix_array(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

@@ -274,12 +274,20 @@ def _block_mask(context: int, size: int, window: int | None, device: torch.devic
 
 
 def compile_layers(model: DFlashDrafter, **options: object) -> DFlashDrafter:
-    """Compile each draft layer as a region of its own, in place; equal layers share one compiled code.
+    """Compile the model's parts as regions of their own, in place: each layer, and the small ends around them.
 
-    Regions are ``fullgraph`` and static: a new shape compiles anew instead of going dynamic, and with
-    ``torch.compiler.set_stance("fail_on_recompile")`` it is an error.
+    All layers share one compiled code, full and sliding alike, except that the first one's input takes no gradient in
+    training: two graphs for the layers of a training step, one for an evaluation. Regions are ``fullgraph`` and static:
+    a new shape compiles anew instead of going dynamic, and under ``torch.compiler.set_stance("fail_on_recompile")`` it
+    is an error. Meant for :meth:`DFlashDrafter.forward`; decoding has a new shape each round.
+
+    Args:
+        model: changed in place.
+        options: for ``torch.compile``.
     """
     settings: dict[str, object] = {"fullgraph": True, "dynamic": False, **options}
     for layer in model.layers:
         layer.forward = torch.compile(layer.forward, **settings)
+    model.context_features = torch.compile(model.context_features, **settings)
+    model.norm.forward = torch.compile(model.norm.forward, **settings)
     return model

@@ -12,27 +12,12 @@ from typing import Any
 
 from dflash_offline.config import DrafterConfig
 from dflash_offline.errors import UsageError
+from dflash_offline.target.rope import rope_of
+
+__all__ = ["FULL", "SLIDING", "DrafterShape", "rope_of", "shape_from_target"]
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
-
-_ROPE_KEYS = (
-    "rope_type",
-    "rope_theta",
-    "factor",
-    "original_max_position_embeddings",
-    "attention_factor",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-    "short_factor",
-    "long_factor",
-    "low_freq_factor",
-    "high_freq_factor",
-)
-_PLAIN_ROPE_TYPES = ("default", "mrope", "proportional", "axial")
 
 
 @dataclass(frozen=True)
@@ -170,41 +155,6 @@ _REQUIRED = (
     "num_target_layers",
     "vocab_size",
 )
-
-
-def rope_of(config: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Rotary theta and parameters of a text config, in any of the spellings in use.
-
-    Reads ``rope_parameters`` (transformers 5; also one set per layer type, where full attention's counts),
-    ``rope_scaling`` and ``rope_theta`` (older). What belongs to the target's own heads is dropped: the drafter rotates
-    its whole head, so ``partial_rotary_factor`` and mrope sections do not apply.
-
-    Returns:
-        theta, and parameters that always hold ``rope_type`` and ``rope_theta``.
-
-    Raises:
-        UsageError: no theta is given anywhere.
-    """
-    source = config.get("rope_parameters") or {}
-    if FULL in source or SLIDING in source:
-        source = source.get(FULL) or source[SLIDING]
-    if not source or ("rope_type" not in source and "type" not in source):
-        source = {**(config.get("rope_scaling") or {}), **source}
-        if FULL in source:
-            source = source[FULL]
-    theta = source.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        raise UsageError(
-            "the target's config gives no rope_theta, neither in rope_parameters nor by itself; "
-            "the drafter needs the target's own"
-        )
-    kind = source.get("rope_type", source.get("type", "default"))
-    if kind in _PLAIN_ROPE_TYPES:
-        return float(theta), {"rope_type": "default", "rope_theta": float(theta)}
-    rope = {key: source[key] for key in _ROPE_KEYS if source.get(key) is not None}
-    if "original_max_position_embeddings" not in rope and config.get("original_max_position_embeddings") is not None:
-        rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    return float(theta), {**rope, "rope_type": kind, "rope_theta": float(theta)}
 
 
 def shape_from_target(
