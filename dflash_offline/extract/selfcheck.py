@@ -1,0 +1,135 @@
+"""Before its first shard each worker runs one short real batch through the whole model.
+
+The captured states must be those that transformers itself calls ``hidden_states``, row by row, and the final state
+times the head that the cache stores must give the model's own next tokens. It costs one pass over a few hundred
+tokens, and catches hooks that give zeros or the neighbouring layer, rows of a batch mixed up, broken weights, and a
+cache whose head is another model's.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dflash_offline.errors import DFlashOfflineError
+
+if TYPE_CHECKING:
+    from dflash_offline.cache import Cache
+    from dflash_offline.target import Target
+
+logger = logging.getLogger(__name__)
+
+CHECK_SAMPLES = 8
+CHECK_TOKENS = 48
+GPU_TOLERANCE = 1e-2
+
+
+class SelfCheckFailed(DFlashOfflineError):
+    """The target does not give the states that it should; nothing was written."""
+
+
+def check_batch(cache: Cache) -> tuple[np.ndarray, np.ndarray]:
+    """The beginnings of a few samples of the cache, of unequal lengths.
+
+    Returns:
+        Token ids int64 [R, T], right-padded with 0, and lengths [R].
+    """
+    rows: list[np.ndarray] = []
+    for shard in range(cache.num_shards):
+        input_ids, _ = cache.read_tokens(shard)
+        start = 0
+        for sample in cache.shard_samples(shard):
+            length = int(cache.samples.length[sample])
+            # Rows of unequal length, so that padding is part of what is checked.
+            rows.append(input_ids[start : start + min(length, CHECK_TOKENS - len(rows))].astype(np.int64))
+            start += length
+            if len(rows) == CHECK_SAMPLES:
+                break
+        if len(rows) == CHECK_SAMPLES:
+            break
+    lengths = np.array([len(row) for row in rows])
+    ids_RT = np.zeros((len(rows), int(lengths.max())), np.int64)
+    for place, row in enumerate(rows):
+        ids_RT[place, : len(row)] = row
+    return ids_RT, lengths
+
+
+@torch.inference_mode()
+def check_target(cache: Cache, target: Target) -> None:
+    """Compare what ``target`` captures with the whole model's own hidden states and next tokens.
+
+    Rows that give NaN or infinity are left out (a single bad sample is for the shard job to drop) unless all do.
+
+    Raises:
+        SelfCheckFailed: something differs; the message says what and by how much.
+    """
+    ids, lengths = check_batch(cache)
+    ids_RT = torch.from_numpy(ids)
+    captured_RTLH = target.capture(ids_RT)
+    reference_RTLH, logits_RTV, normed_RTH = target.capture_reference(ids_RT)
+    wanted_ids = cache.manifest.identity.target_layer_ids
+    expected = (*ids.shape, len(wanted_ids), cache.manifest.layout.hidden_size)
+    if list(target.layer_ids) != wanted_ids or captured_RTLH.shape != expected:
+        raise SelfCheckFailed(
+            f"the target captures layers {list(target.layer_ids)} as {tuple(captured_RTLH.shape)}, the cache holds "
+            f"layers {wanted_ids} as {expected}"
+        )
+    heads = cache.heads(captured_RTLH.device)
+    head_VH = heads.get("lm_head.weight", heads["embed_tokens.weight"]).to(normed_RTH.dtype)
+    exact = captured_RTLH.device.type == "cpu"
+    checked = 0
+    for row, length in enumerate(lengths):
+        logits_TV, normed_TH = logits_RTV[row, :length], normed_RTH[row, :length]
+        if not (_finite(reference_RTLH[row, :length]) and _finite(logits_TV)):
+            continue
+        checked += 1
+        for place, layer_id in enumerate(wanted_ids):
+            have, want = captured_RTLH[row, :length, place], reference_RTLH[row, :length, place]
+            error = _relative_error(have, want)
+            if not (torch.equal(have, want) if exact else error <= GPU_TOLERANCE):
+                raise SelfCheckFailed(
+                    f"self-check: the captured output of layer {layer_id} differs from the model's own "
+                    f"hidden_states[{layer_id + 1}] by {error:.3g} relative, in row {row} of the batch"
+                    f"{_hint(have, reference_RTLH[row, :length], wanted_ids)}. Nothing was written."
+                )
+        wrong = _wrong_predictions(head_VH, normed_TH, logits_TV)
+        if wrong:
+            raise SelfCheckFailed(
+                f"self-check: the cache's output head gives another next token than the model at {wrong} of {length} "
+                f"positions in row {row}: target/heads.safetensors is not this model's. Prepare the cache again."
+            )
+    if not checked:
+        raise SelfCheckFailed(
+            f"self-check: the target gives NaN or infinity on all of the first {len(lengths)} samples: its weights are "
+            f"broken, or target.dtype ({str(target.dtype).removeprefix('torch.')}) is too narrow for it"
+        )
+
+
+def _finite(values: Tensor) -> bool:
+    return bool(values.isfinite().all())
+
+
+def _relative_error(have: Tensor, want: Tensor) -> float:
+    have, want = have.float(), want.float()
+    return float((have - want).norm() / want.norm().clamp_min(1e-30))
+
+
+def _hint(have: Tensor, reference_TLH: Tensor, layer_ids: list[int]) -> str:
+    if not have.any():
+        return ": it is all zero"
+    for place, layer_id in enumerate(layer_ids):
+        if _relative_error(have, reference_TLH[:, place]) <= GPU_TOLERANCE:
+            return f": it is that of layer {layer_id}"
+    return ""
+
+
+def _wrong_predictions(head_VH: Tensor, normed_TH: Tensor, logits_TV: Tensor) -> int:
+    """Positions at which the stored head's best token is not (within rounding) the model's."""
+    best_T1 = (normed_TH @ head_VH.T).argmax(-1, keepdim=True)
+    logits_TV = logits_TV.float()
+    top_T = logits_TV.amax(-1)
+    return int((logits_TV.gather(-1, best_T1)[:, 0] < top_T - GPU_TOLERANCE * top_T.abs().clamp_min(1.0)).sum())
