@@ -93,7 +93,9 @@ def test_documents_packed_in_one_row_and_one_by_one_give_the_same_loss_and_gradi
     assert output.loss.item() == pytest.approx(sum(o.loss.item() for o in outputs), rel=1e-5)
     assert int(output.correct.sum()) == sum(int(o.correct.sum()) for o in outputs)
     for key, parameter in drafter.named_parameters():
-        assert torch.allclose(parameter.grad, expected[key], rtol=1e-3, atol=1e-5 * expected[key].abs().max().item()), key
+        assert torch.allclose(parameter.grad, expected[key], rtol=1e-3, atol=1e-5 * expected[key].abs().max().item()), (
+            key
+        )
 
 
 def test_a_block_is_untouched_by_other_blocks_other_documents_and_its_own_anchors_features() -> None:
@@ -173,7 +175,7 @@ def test_bf16_inputs_mean_bf16_compute_over_fp32_masters() -> None:
 def test_several_rows_at_once_equal_each_alone() -> None:
     generator = torch.Generator().manual_seed(2)
     drafter = well_scaled(tiny_shape())
-    embedding, head = frozen_weights(generator, 32)
+    embedding, _ = frozen_weights(generator, 32)
     rows = [pack([random_document(generator, n, 6, 64)], 32, 8) for n in (20, 32)]
     both = type(rows[0])(**{k: torch.cat([getattr(r, k) for r in rows]) for k in vars(rows[0])})
     together = row_hidden(drafter, both, embedding)

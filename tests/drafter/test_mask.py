@@ -25,7 +25,13 @@ from dflash_offline.errors import UsageError
 
 
 def mask_in_words(
-    layer_type: str, anchors: list[int], starts: list[int], keep: list[bool], tokens: int, block: int, window: int | None
+    layer_type: str,
+    anchors: list[int],
+    starts: list[int],
+    keep: list[bool],
+    tokens: int,
+    block: int,
+    window: int | None,
 ) -> Tensor:
     """The definition, one (query, key) at a time."""
     mask = torch.zeros(len(anchors) * block, tokens + len(anchors) * block, dtype=torch.bool)
