@@ -1,0 +1,66 @@
+"""The command line: frozen verbs and options, exit statuses, messages without tracebacks."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+FROZEN = Path(__file__).parent / "data" / "command_line.txt"
+
+
+def run(*arguments, cwd=None):
+    return subprocess.run(
+        [sys.executable, "-m", "dflash_offline.cli", *map(str, arguments)], capture_output=True, text=True, cwd=cwd
+    )
+
+
+def command_line() -> str:
+    """One line a verb: its name, arguments and options."""
+    from dflash_offline.cli import app
+
+    group = typer.main.get_command(app)
+    lines = []
+    for name, command in sorted(group.commands.items()):
+        words = [
+            "|".join(p.opts) if p.param_type_name == "option" else p.human_readable_name.upper()
+            for p in command.params
+            if p.name != "help"
+        ]
+        lines.append(" ".join([name, *words]))
+    return "\n".join(lines) + "\n"
+
+
+def test_the_command_line_is_what_was_frozen():
+    assert command_line() == FROZEN.read_text(), "a changed verb or option breaks users: update the file on purpose"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["extract", "no-such-recipe"], 2, ["no recipe 'no-such-recipe'", "smollm2-135m"]),
+        (["train", "smollm2-135m", "--set", "training.epoch=2"], 2, ["training.epoch", "did you mean 'epochs'"]),
+        (["train", "smollm2-135m", "--set", "nonsense"], 2, ["dotted.key=value"]),
+        (["extract", "smollm2-135m", "--gpus", "x"], 2, ["GPU"]),
+        (["verify", "no/such/cache"], 2, ["no cache at"]),
+        (["status", "no/such/cache"], 2, ["no cache at"]),
+        (["report", "no/such/run"], 1, ["no run log"]),
+        (["train", "smollm2-135m", "--set", "cache=no/such/cache"], 2, ["no cache at"]),
+        (["export", "no/such/run", "--out", "x"], 2, ["no/such/run"]),
+        (["nonsense"], 2, ["No such command"]),
+    ],
+)
+def test_wrong_use_gets_a_clear_message_and_status(arguments, status, words, tmp_path):
+    done = run(*arguments, cwd=tmp_path)
+    message = re.sub(r"\s+", " ", done.stderr)
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in message
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    done = run("--debug", "verify", "no/such/cache", cwd=tmp_path)
+    assert done.returncode != 0 and "Traceback" in done.stderr
