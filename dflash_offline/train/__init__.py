@@ -1,0 +1,27 @@
+"""Stage two: drafters trained from a cache, as often as wanted, without the target.
+
+In reading order: ``rows`` and ``order`` (which documents share a row and a step; pure) → ``setup`` (what a run is made
+of) → ``shard_store``, ``feed`` and ``batch`` (rows from shards) → ``step``, ``optimizer`` (arithmetic) → ``interval``,
+``metrics`` (run log), ``heldout`` (evaluation), ``checkpoint``, ``run_folder`` → ``loop``. Importing this package imports
+no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from dflash_offline.train.metrics import RunLogEntry, read_run_log
+from dflash_offline.train.run_folder import run_status
+
+if TYPE_CHECKING:
+    from dflash_offline.train.loop import train
+
+__all__ = ["RunLogEntry", "read_run_log", "run_status", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "train":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dflash_offline.train.loop import train
+
+    return train

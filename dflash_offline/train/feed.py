@@ -1,0 +1,416 @@
+"""Rows from shards: whole shards read in the background, rows gathered into reused buffers, copied, decoded.
+
+1. :func:`plan_steps` says which documents share a row and which shards begin and cease to be needed at each step.
+2. :class:`~dflash_offline.train.shard_store.ShardStore` reads shards on threads, ahead of their first step.
+3. One builder thread gathers a row's documents, still encoded, into one of three (on a GPU pinned) host buffers.
+4. The training thread starts the copy of the next row on a stream of its own while the present one computes, into one
+   of two device buffers.
+5. Hidden states are decoded on the device, so PCIe carries int8 (13 MB for a row of 4096 tokens x 2880 values, where
+   decoded bf16 would be 24 MB).
+
+No buffer is allocated after the start, so memory stays flat. Time without data is measured where it hurts: on a GPU by
+events around the wait on its own time line, on a CPU by the clock.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dflash_offline.train.batch import Document, RowBatch, RowCounts, RowLayout, StepCounts, fill_row, to_row_batch
+from dflash_offline.train.order import EpochOrder, Schedule, TrainingOrder
+from dflash_offline.train.shard_store import EncodedShard, ShardStore
+
+if TYPE_CHECKING:
+    import torch
+
+    from dflash_offline.cache.store import Cache
+
+HOST_BUFFERS = 3
+DEVICE_BUFFERS = 2
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """What one step needs.
+
+    Attributes:
+        epoch: Epoch that anchors are drawn for.
+        rows: Cache sample indices of each row.
+        acquire: Shards not needed by an earlier step of this epoch.
+        release: Shards not needed by a later step of this epoch.
+    """
+
+    epoch: int
+    rows: Sequence[np.ndarray]
+    acquire: Sequence[int]
+    release: Sequence[int]
+
+
+def plan_epoch(epoch: int, steps: Sequence[Sequence[np.ndarray]], shard_of: np.ndarray) -> list[PlannedStep]:
+    """Planned steps of one epoch (or its rest) from the rows of each.
+
+    Args:
+        epoch: Epoch that anchors are drawn for.
+        steps: Rows of each step, cache sample indices of each row.
+        shard_of: int [samples of the cache]. Shard of each sample.
+    """
+    flat = [np.concatenate(rows) if len(rows) else np.empty(0, np.int64) for rows in steps]
+    step_of = np.repeat(np.arange(len(steps)), [len(samples) for samples in flat])
+    shards = shard_of[np.concatenate(flat)] if flat else np.empty(0, np.int64)
+    first_shards, first = np.unique(shards, return_index=True)
+    last_shards, last = np.unique(shards[::-1], return_index=True)
+    acquire: list[list[int]] = [[] for _ in steps]
+    release: list[list[int]] = [[] for _ in steps]
+    for index in np.argsort(first):
+        acquire[step_of[first[index]]].append(int(first_shards[index]))
+    for index, place in enumerate(last):
+        release[step_of[len(shards) - 1 - place]].append(int(last_shards[index]))
+    return [PlannedStep(epoch, *parts) for parts in zip(steps, acquire, release, strict=True)]
+
+
+def epoch_rows(order: EpochOrder, first_step: int = 0, last_step: int | None = None) -> list[list[np.ndarray]]:
+    """Rows of the steps ``[first_step, last_step)`` of an epoch."""
+    last_step = order.num_steps if last_step is None else last_step
+    return [[order.row_samples(row) for row in order.step_rows(step)] for step in range(first_step, last_step)]
+
+
+def plan_steps(
+    order: TrainingOrder, schedule: Schedule, first_step: int, shard_of: np.ndarray
+) -> Iterator[PlannedStep]:
+    """All steps from ``first_step`` to the end of the schedule."""
+    step = first_step
+    while step < schedule.total_steps:
+        epoch, inside = schedule.cursor(step)
+        last = min(schedule.steps_of_epochs[epoch], inside + schedule.total_steps - step)
+        yield from plan_epoch(epoch, epoch_rows(order.epoch(epoch), inside, last), shard_of)
+        step += last - inside
+
+
+def peak_shard_bytes(planned: Iterable[PlannedStep], shard_bytes: np.ndarray) -> int:
+    """Most bytes of shards that are needed at one step."""
+    held = peak = 0
+    for step in planned:
+        held += int(sum(shard_bytes[shard] for shard in step.acquire))
+        peak = max(peak, held)
+        held -= int(sum(shard_bytes[shard] for shard in step.release))
+    return peak
+
+
+class ShardReader:
+    """Reads the used rows and wanted layers of a cache's shards, still encoded."""
+
+    def __init__(self, cache: Cache, layers: list[int] | None) -> None:
+        self.cache, self.layers = cache, layers
+        samples = cache.samples
+        shard = np.asarray(samples["shard"], dtype=np.int64)
+        ends = np.asarray(samples["start"], dtype=np.int64) + np.asarray(samples["length"], dtype=np.int64)
+        layout = cache.manifest.layout
+        self.shard_tokens = layout.shard_tokens
+        self.used = np.zeros(layout.num_shards, dtype=np.int64)
+        np.maximum.at(self.used, shard, ends - shard * self.shard_tokens)
+        kept = layout.num_layers_kept if layers is None else len(layers)
+        self.bytes = self.used * (cache.encoding.bytes_per_token(kept, layout.hidden_size) + 5)
+
+    def __call__(self, shard: int) -> EncodedShard:
+        used = int(self.used[shard])
+        input_ids, loss_mask = self.cache.read_tokens(shard)
+        arrays = self.cache.read_shard_encoded(shard, self.layers, slice(0, used))
+        return EncodedShard(shard * self.shard_tokens, input_ids[:used], loss_mask[:used], arrays)
+
+    def shard_bytes(self, shard: int) -> int:
+        """Bytes of a shard in memory."""
+        return int(self.bytes[shard])
+
+
+@dataclass
+class _Buffer:
+    """One row on one side: the flat integer vector, encoded arrays, and the event after which it is free again."""
+
+    flat: torch.Tensor
+    arrays: dict[str, torch.Tensor]
+    free_after: Any = None
+
+    def numpy(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        import torch
+
+        views = {name: tensor.numpy() for name, tensor in self.arrays.items()}
+        signed = {name: self.arrays[name].dtype == torch.int16 for name in views}
+        return self.flat.numpy(), {name: view.view(np.uint16) if signed[name] else view for name, view in views.items()}
+
+
+@dataclass
+class _HostRow:
+    buffer: _Buffer
+    counts: RowCounts
+    step: StepCounts
+
+
+class RowFeed:
+    """Hands out the rows of planned steps, in order, decoded on the device.
+
+    Args:
+        cache: A finished cache.
+        store: Its shards in host memory (shared by feeds of the same layers).
+        layout: Sizes of a row.
+        num_layers: Layers that the store's shards hold.
+        seed: Seed of the anchors.
+        anchors_per_document: Blocks a document brings at most.
+        device: Device of the rows.
+        dtype: Dtype of the hidden states handed out.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        store: ShardStore,
+        layout: RowLayout,
+        *,
+        num_layers: int,
+        seed: int,
+        anchors_per_document: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        import torch
+
+        self.store, self.layout, self.device, self.dtype = store, layout, device, dtype
+        self.seed, self.anchors_per_document = seed, anchors_per_document
+        self._encoding = cache.encoding
+        samples = cache.samples
+        self._shard_of = np.asarray(samples["shard"], dtype=np.int64)
+        self._start = np.asarray(samples["start"], dtype=np.int64)
+        self._length = np.asarray(samples["length"], dtype=np.int64)
+        self._on_gpu = device.type == "cuda"
+        specs = cache.encoding.arrays(num_layers, cache.manifest.layout.hidden_size)
+
+        def make(on: torch.device, pinned: bool) -> _Buffer:
+            arrays = {}
+            for spec in specs:
+                *middle, channels = spec.row_shape
+                dtype = torch.int16 if spec.dtype == "uint16" else getattr(torch, spec.dtype)
+                memory = torch.zeros(
+                    *middle, layout.context_tokens, channels, dtype=dtype, device=on, pin_memory=pinned
+                )
+                arrays[spec.name] = memory.movedim(-2, 0)
+            flat = torch.zeros(layout.size, dtype=torch.int64, device=on, pin_memory=pinned)
+            return _Buffer(flat, arrays)
+
+        self._host = [make(torch.device("cpu"), self._on_gpu) for _ in range(HOST_BUFFERS)]
+        self._device = [make(device, False) for _ in range(DEVICE_BUFFERS)] if self._on_gpu else []
+        self._copies = torch.cuda.Stream(device) if self._on_gpu else None
+        self._thread: threading.Thread | None = None
+        self._waits: list[tuple[Any, Any]] = []
+        self._waited = 0.0
+
+    def start(self, planned: Iterable[PlannedStep], ahead_bytes: int) -> None:
+        """Begin to build the rows of ``planned``.
+
+        Args:
+            planned: Steps to come.
+            ahead_bytes: Shards of later steps are read while those held take no more than this.
+        """
+        self.stop()
+        self._stopping = threading.Event()
+        self._free: queue.Queue[_Buffer] = queue.Queue()
+        for buffer in self._host:
+            self._free.put(buffer)
+        self._free_device = deque(self._device)
+        self._ready: queue.Queue[_HostRow | BaseException | None] = queue.Queue()
+        self._copied: deque[tuple[_Buffer, Any, _HostRow]] = deque()
+        self._current: _Buffer | None = None
+        self._thread = threading.Thread(
+            target=self._build, args=(iter(planned), ahead_bytes), name="row-builder", daemon=True
+        )
+        self._thread.start()
+
+    # ---- builder thread -------------------------------------------------------------------------------------------
+
+    def _build(self, planned: Iterator[PlannedStep], ahead_bytes: int) -> None:
+        held: Counter[int] = Counter()
+        try:
+            self._build_steps(planned, held, ahead_bytes)
+            self._ready.put(None)
+        except BaseException as error:  # handed to the training thread, which raises it
+            self._ready.put(error)
+        finally:
+            for shard in held.elements():
+                self.store.release(shard)
+
+    def _build_steps(self, planned: Iterator[PlannedStep], held: Counter[int], ahead_bytes: int) -> None:
+        waiting: deque[PlannedStep] = deque()
+        following = next(planned, None)
+        while not self._stopping.is_set():
+            while following is not None and (not waiting or self.store.held_bytes() < ahead_bytes):
+                for shard in following.acquire:
+                    self.store.acquire(shard)
+                    held[shard] += 1
+                waiting.append(following)
+                following = next(planned, None)
+            if not waiting:
+                return
+            step = waiting.popleft()
+            # the denominator of a step needs the tokens of all its rows, before the hidden states of any
+            rows = [self._integers(step.epoch, row) for row in step.rows]
+            sums = StepCounts.of([counts for _, counts in rows])
+            for flat, counts in rows:
+                buffer = self._free_buffer()
+                if buffer is None:
+                    return
+                self._gather(buffer, flat, counts)
+                self._ready.put(_HostRow(buffer, counts, sums))
+            for shard in step.release:
+                self.store.release(shard)
+                held[shard] -= 1
+
+    def _integers(self, epoch: int, samples: np.ndarray) -> tuple[np.ndarray, RowCounts]:
+        flat = np.empty(self.layout.size, dtype=np.int64)
+        documents = [self._document(int(sample)) for sample in samples]
+        return flat, fill_row(
+            flat,
+            documents,
+            self.layout,
+            seed=self.seed,
+            epoch=epoch,
+            anchors_per_document=self.anchors_per_document,
+        )
+
+    def _document(self, sample: int) -> Document:
+        shard = self.store.get(int(self._shard_of[sample]))
+        first = int(self._start[sample]) - shard.first_row
+        last = first + int(self._length[sample])
+        return Document(sample, shard.input_ids[first:last], shard.loss_mask[first:last])
+
+    def _free_buffer(self) -> _Buffer | None:
+        while not self._stopping.is_set():
+            try:
+                buffer = self._free.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if buffer.free_after is not None:
+                buffer.free_after.synchronize()
+                buffer.free_after = None
+            return buffer
+        return None
+
+    def _gather(self, buffer: _Buffer, flat: np.ndarray, counts: RowCounts) -> None:
+        """Copy a row's integers and encoded states into a host buffer; what no document fills is zero."""
+        target, arrays = buffer.numpy()
+        target[:] = flat
+        token = 0
+        for sample in counts.samples:
+            shard = self.store.get(int(self._shard_of[sample]))
+            first, length = int(self._start[sample]) - shard.first_row, int(self._length[sample])
+            for name, array in arrays.items():
+                array[token : token + length] = shard.arrays[name][first : first + length]
+            token += length
+        for array in arrays.values():
+            array[token:] = 0
+
+    # ---- training thread ------------------------------------------------------------------------------------------
+
+    def next(self) -> RowBatch | None:
+        """The next row, or None after the last; errors of the background threads are raised here.
+
+        The row's tensors are valid until the next call.
+        """
+        return self._next_on_gpu() if self._on_gpu else self._next_on_cpu()
+
+    def _take(self, wait: bool) -> _HostRow | None:
+        try:
+            item = self._ready.get(block=wait)
+        except queue.Empty:
+            return None
+        if item is None or isinstance(item, BaseException):
+            self._ready.put(item)  # stays the answer to every later call
+            if item is not None and wait:
+                raise item
+            return None
+        return item
+
+    def _next_on_cpu(self) -> RowBatch | None:
+        if self._current is not None:
+            self._free.put(self._current)
+            self._current = None
+        began = time.perf_counter()
+        row = self._take(wait=True)
+        self._waited += time.perf_counter() - began
+        if row is None:
+            return None
+        self._current = row.buffer
+        return self._decoded(row.buffer, row)
+
+    def _next_on_gpu(self) -> RowBatch | None:
+        import torch
+
+        stream = torch.cuda.current_stream(self.device)
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        before.record(stream)
+        if self._current is not None:  # everything that reads the last row has been launched
+            self._current.free_after = torch.cuda.Event()
+            self._current.free_after.record(stream)
+            self._free_device.append(self._current)
+            self._current = None
+        if not self._copied:
+            row = self._take(wait=True)
+            if row is None:
+                return None
+            self._copy(row)
+        buffer, copied, row = self._copied.popleft()
+        stream.wait_event(copied)
+        after.record(stream)
+        self._waits.append((before, after))
+        self._current = buffer
+        while self._free_device and (following := self._take(wait=False)) is not None:
+            self._copy(following)
+        return self._decoded(buffer, row)
+
+    def _copy(self, row: _HostRow) -> None:
+        import torch
+
+        buffer = self._free_device.popleft()
+        with torch.cuda.stream(self._copies):
+            if buffer.free_after is not None:
+                self._copies.wait_event(buffer.free_after)
+            buffer.flat.copy_(row.buffer.flat, non_blocking=True)
+            for name, tensor in buffer.arrays.items():  # as the memory lies: one plain copy each
+                tensor.movedim(0, -2).copy_(row.buffer.arrays[name].movedim(0, -2), non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(self._copies)
+        row.buffer.free_after = copied
+        self._free.put(row.buffer)
+        self._copied.append((buffer, copied, row))
+
+    def _decoded(self, buffer: _Buffer, row: _HostRow) -> RowBatch:
+        hidden = self._encoding.decode(buffer.arrays)
+        return to_row_batch(buffer.flat, hidden.flatten(1).to(self.dtype), self.layout, row.counts, row.step)
+
+    def waited(self) -> float:
+        """Seconds without data since the last call; on a GPU call it only where waiting for the device is wanted."""
+        if self._waits:
+            self._waits[-1][1].synchronize()
+            self._waited += sum(before.elapsed_time(after) for before, after in self._waits) / 1e3
+            self._waits.clear()
+        waited, self._waited = self._waited, 0.0
+        return waited
+
+    def stop(self) -> None:
+        """End the builder thread; shards that it holds are released."""
+        if self._thread is None:
+            return
+        self._stopping.set()
+        self._thread.join()
+        self._thread = None
+        if self._on_gpu:
+            import torch
+
+            torch.cuda.synchronize(self.device)
+            for buffer in (*self._host, *self._device):
+                buffer.free_after = None

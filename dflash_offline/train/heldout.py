@@ -1,0 +1,129 @@
+"""Evaluation on held-out documents: the same documents, anchors and rows at every step, in every run over one cache.
+
+Anchors are drawn with seed 0 and an epoch of their own, whatever the run's seed, so runs can be compared. What it gives
+is loss, accuracy by position and the expected acceptance length (mean of leading correct drafts + 1), not the
+acceptance length of decoding, whose rounds start where the last one ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from dflash_offline.train.batch import StepCounts
+from dflash_offline.train.feed import PlannedStep, RowFeed, plan_epoch
+from dflash_offline.train.metrics import EvaluateEntry, accuracy_by_position, ratio
+from dflash_offline.train.order import random_words
+from dflash_offline.train.rows import document_blocks, pack_streams
+
+if TYPE_CHECKING:
+    from dflash_offline.train.step import DrafterStep
+
+EVALUATION_SEED = 0
+EVALUATION_EPOCH = 2**24 - 1  # the last that anchors can be drawn for: no training epoch
+_SELECT_KEY = 77
+
+
+@dataclass(frozen=True)
+class HeldoutRows:
+    """Packed held-out documents.
+
+    Attributes:
+        rows: Cache sample indices of each row.
+        documents: How many documents.
+        blocks: Draft blocks of all of them.
+        anchors_per_document: Blocks a document brings at most.
+    """
+
+    rows: list[np.ndarray]
+    documents: int
+    blocks: int
+    anchors_per_document: int
+
+    def plan(self, shard_of: np.ndarray) -> list[PlannedStep]:
+        """One planned step a row."""
+        return plan_epoch(EVALUATION_EPOCH, [[row] for row in self.rows], shard_of)
+
+
+def heldout_rows(
+    index: np.ndarray,
+    lengths: np.ndarray,
+    anchors: np.ndarray,
+    *,
+    documents: int,
+    anchors_per_document: int,
+    context_tokens: int,
+    anchor_slots: int,
+) -> HeldoutRows:
+    """Choose and pack held-out documents; a pure function of its arguments.
+
+    Args:
+        index: int64 [n]. Cache sample indices of the held-out samples with a valid anchor.
+        lengths: int [n]. Tokens of each.
+        anchors: int [n]. Valid anchors of each.
+        documents: How many are taken at most.
+        anchors_per_document: Fixed anchors of each at most.
+        context_tokens: Tokens of a row.
+        anchor_slots: Draft blocks of a row.
+
+    Raises:
+        UsageError: a document is longer than a row.
+    """
+    anchors_per_document = min(anchors_per_document, anchor_slots)
+    chosen = np.sort(np.argsort(random_words(len(index), EVALUATION_SEED, _SELECT_KEY), kind="stable")[:documents])
+    lengths, blocks = np.asarray(lengths)[chosen], document_blocks(np.asarray(anchors)[chosen], anchors_per_document)
+    packed = pack_streams(lengths, blocks, np.array([0, len(chosen)]), context_tokens, anchor_slots)
+    samples = np.asarray(index, dtype=np.int64)[chosen[packed.order]]
+    rows = np.split(samples, np.flatnonzero(np.diff(packed.row)) + 1) if len(samples) else []
+    return HeldoutRows(rows, len(chosen), int(blocks.sum()), anchors_per_document)
+
+
+def evaluate_heldout(
+    step: DrafterStep, feed: RowFeed, plan: list[PlannedStep], at: int, stopped: Callable[[], bool] = lambda: False
+) -> EvaluateEntry | None:
+    """Loss and accuracy over all held-out rows.
+
+    Args:
+        step: The drafter.
+        feed: A feed of its own for these rows.
+        plan: From :meth:`HeldoutRows.plan`.
+        at: Optimizer steps done, for the entry.
+        stopped: Asked between rows; True ends the evaluation.
+
+    Returns:
+        The entry, or None if it was ended.
+    """
+    import torch
+
+    from dflash_offline.train.step import Sums
+
+    began = time.perf_counter()
+    sums = Sums(step.shape.block_size, step.device)
+    denominator, documents = 0.0, 0
+    feed.start(plan, ahead_bytes=0)
+    try:
+        with torch.no_grad():
+            while (row := feed.next()) is not None:
+                if stopped():
+                    return None
+                sums.add(step.forward(row, 1.0), row.anchor_keep)
+                denominator += step.denominator(StepCounts.of([row.counts]))
+                documents += len(row.counts.samples)
+    finally:
+        feed.stop()
+    total = sums.read()
+    return EvaluateEntry(
+        step=at,
+        loss=ratio(total["weighted_loss"], denominator),
+        cross_entropy=ratio(total["cross_entropy"], total["positions"]),
+        accuracy=ratio(total["correct"], total["positions"]),
+        accuracy_by_position=accuracy_by_position(total["correct_by_offset"], total["positions_by_offset"]),
+        expected_acceptance_length=ratio(total["leading_correct"], total["blocks"]) + 1.0,
+        documents=documents,
+        blocks=int(total["blocks"]),
+        run={"seconds": round(time.perf_counter() - began, 3)},
+    )

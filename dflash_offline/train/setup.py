@@ -1,0 +1,270 @@
+"""What a run is made of, from the recipe and the cache, before any hidden state is read."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dflash_offline.cache.store import Cache
+from dflash_offline.config import TrainRecipe, parse_gpus
+from dflash_offline.drafter.shape import DrafterShape, shape_from_target
+from dflash_offline.errors import DFlashOfflineError, UsageError
+from dflash_offline.train.batch import RowLayout
+from dflash_offline.train.feed import ShardReader, epoch_rows, peak_shard_bytes, plan_epoch
+from dflash_offline.train.heldout import HeldoutRows, heldout_rows
+from dflash_offline.train.order import Schedule, TrainingOrder
+from dflash_offline.train.rows import default_anchor_slots, document_blocks
+from dflash_offline.train.shard_store import available_memory
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+READ_AHEAD_SHARDS = 4
+KEPT_SHARE = 0.5
+TILE = 128
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything that is decided before the first step.
+
+    Attributes:
+        shape: The drafter.
+        layers: Indices into the cache's kept layers that the drafter reads; None for all.
+        order: Order of training.
+        schedule: Its steps.
+        layout: Sizes of a row.
+        heldout: Rows of the evaluation.
+        left_out: Samples that are not trained, by reason.
+    """
+
+    shape: DrafterShape
+    layers: list[int] | None
+    order: TrainingOrder
+    schedule: Schedule
+    layout: RowLayout
+    heldout: HeldoutRows
+    left_out: dict[str, int]
+
+    def resolved(self, cache: Cache) -> dict[str, Any]:
+        """What ``recipe.json`` keeps of it; a run goes on only with the same."""
+        return {
+            "cache": cache.manifest.self_sha256,
+            "drafter": self.shape.to_hf_config(),
+            "lanes": self.order.lanes,
+            "anchor_slots": self.layout.anchor_slots,
+            "total_steps": self.schedule.total_steps,
+            "order": self.order.digest(),
+        }
+
+
+def choose_device(recipe: TrainRecipe) -> torch.device:
+    """The GPU that the recipe names, the first one, or the CPU.
+
+    Raises:
+        UsageError: several GPUs, or one that is not there.
+    """
+    import torch
+
+    if recipe.training.gpus is None:
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    numbers = parse_gpus(recipe.training.gpus)
+    if len(numbers) > 1:
+        raise UsageError(f"training.gpus = {recipe.training.gpus!r}: training runs on one GPU so far; name one of them")
+    if not torch.cuda.is_available() or numbers[0] >= torch.cuda.device_count():
+        raise UsageError(
+            f"training.gpus = {recipe.training.gpus!r}: this machine has {torch.cuda.device_count()} CUDA devices; "
+            "leave it out to train on the CPU"
+        )
+    return torch.device(f"cuda:{numbers[0]}")
+
+
+def drafter_shape(recipe: TrainRecipe, cache: Cache) -> DrafterShape:
+    """Shape of the drafter, its mask token checked or found.
+
+    Raises:
+        UsageError: a size or the mask token is wrong; the message names the key.
+    """
+    from dflash_offline.target import check_mask_token, find_mask_token
+
+    config, tokenizer = cache.target_config(), cache.tokenizer()
+    generation = cache.path / "target" / "generation_config.json"
+    generation_config = json.loads(generation.read_bytes()) if generation.is_file() else None
+    wanted = recipe.drafter.mask_token_id
+    mask_token = (
+        find_mask_token(tokenizer, config, generation_config)
+        if wanted is None
+        else check_mask_token(wanted, tokenizer, config, generation_config)
+    )
+    return shape_from_target(recipe.drafter, config, cache.manifest.identity.target_layer_ids, mask_token)
+
+
+def usable_samples(cache: Cache) -> tuple[np.ndarray, dict[str, int]]:
+    """Which samples of the cache can be used, bool [n], and how many cannot, by reason.
+
+    A sample of a shard that was set aside, one dropped because its states were not finite, and one without a valid
+    anchor cannot.
+    """
+    samples = cache.samples
+    usable = np.ones(len(samples), dtype=bool)
+    left_out: dict[str, int] = {}
+
+    def leave_out(reason: str, these: np.ndarray) -> None:
+        count = int((usable & these).sum())
+        usable[these] = False
+        if count:
+            left_out[reason] = count
+
+    summary = cache.book.summary()
+    there = np.isin(samples.shard, summary["shard"].to_numpy())
+    leave_out("shard-set-aside", ~there)
+    dropped = np.zeros(len(samples), dtype=bool)
+    for shard in summary["shard"].to_numpy()[summary["dropped"].to_numpy() > 0]:
+        dropped[[item.sample for item in cache.receipt(int(shard)).dropped]] = True
+    leave_out("not-finite", dropped)
+    leave_out("no-anchor", np.asarray(samples.anchors) < 1)
+    return usable, left_out
+
+
+def plan_run(recipe: TrainRecipe, cache: Cache) -> RunPlan:
+    """Decide everything that needs no hidden state.
+
+    Raises:
+        UsageError: rows cannot hold the documents, or the drafter's shape is wrong.
+        DFlashOfflineError: nothing to train on.
+    """
+    shape = drafter_shape(recipe, cache)
+    kept = cache.manifest.identity.target_layer_ids
+    layers = [kept.index(layer) for layer in shape.target_layer_ids]
+    samples, rows = cache.samples, recipe.rows
+    usable, left_out = usable_samples(cache)
+    heldout = np.asarray(samples.split) != 0
+    index = np.flatnonzero(usable & ~heldout)
+    lengths = np.asarray(samples.length, dtype=np.int64)
+    blocks = document_blocks(samples.anchors, rows.anchors_per_document)
+    slots = rows.anchor_slots or default_anchor_slots(
+        lengths[index], blocks[index], rows.context_tokens, shape.block_size
+    )
+    order = TrainingOrder(
+        index=index,
+        shard=samples.shard[index],
+        lengths=lengths[index],
+        blocks=blocks[index],
+        context_tokens=rows.context_tokens,
+        anchor_slots=slots,
+        rows_per_step=rows.rows_per_step,
+        lanes=rows.lanes,
+        window_shards=rows.window_shards,
+        seed=recipe.training.seed,
+    )
+    chosen = np.flatnonzero(usable & heldout)
+    return RunPlan(
+        shape=shape,
+        layers=None if layers == list(range(len(kept))) else layers,
+        order=order,
+        schedule=Schedule.of(order, recipe.training.epochs, recipe.training.max_steps),
+        layout=RowLayout(rows.context_tokens, slots, shape.block_size),
+        heldout=heldout_rows(
+            chosen,
+            lengths[chosen],
+            np.asarray(samples.anchors)[chosen],
+            documents=recipe.training.evaluate_documents,
+            anchors_per_document=recipe.training.evaluate_anchors,
+            context_tokens=rows.context_tokens,
+            anchor_slots=slots,
+        ),
+        left_out=left_out,
+    )
+
+
+def check_tiles(layout: RowLayout) -> None:
+    """Refuse rows that the GPU's attention kernel cannot tile.
+
+    Raises:
+        UsageError: context tokens or draft queries are not a multiple of 128.
+    """
+    for key, size in (
+        ("rows.context_tokens", layout.context_tokens),
+        ("rows.anchor_slots times drafter.block_size", layout.anchor_slots * layout.block_size),
+    ):
+        if size % TILE:
+            raise UsageError(f"{key} is {size}; on a GPU it must be a multiple of {TILE}")
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """How shards may use host memory, in bytes.
+
+    Attributes:
+        ahead: Shards of later steps are read while those held take no more than this.
+        keep: Shards that nobody needs are kept up to so many.
+        most: What all of it may come to.
+    """
+
+    ahead: int
+    keep: int
+    most: int
+
+
+def bound_memory(plan: RunPlan, reader: ShardReader, shard_of: np.ndarray, first_step: int) -> HostMemory:
+    """Bound the shards in memory: those that the rows of a step need together, a few ahead, and kept ones.
+
+    Raises:
+        UsageError: what is needed exceeds the memory of the machine; the message names the settings.
+    """
+    epoch = plan.schedule.cursor(first_step)[0] if first_step < plan.schedule.total_steps else 0
+    order = plan.order.epoch(epoch)
+    needed = peak_shard_bytes(plan_epoch(epoch, epoch_rows(order), shard_of), reader.bytes)
+    total = int(reader.bytes.sum())
+    ahead = min(needed + READ_AHEAD_SHARDS * int(reader.bytes.max()), total)
+    available = available_memory()
+    if ahead > available:
+        raise UsageError(
+            f"the shards that are in use at once take {ahead / 1e9:.1f} GB of host memory and "
+            f"{available / 1e9:.1f} GB are free: lower rows.lanes ({plan.order.lanes} here) or "
+            f"rows.window_shards ({plan.order.window_shards}), or extract with a smaller layout.shard_tokens"
+        )
+    keep = max(0, min(total, int(KEPT_SHARE * available) - ahead))
+    return HostMemory(ahead, keep, min(total, ahead + keep))
+
+
+def initial_weights(folder: str, shape: DrafterShape) -> dict[str, torch.Tensor]:
+    """Weights of an exported drafter folder to start from, as float32.
+
+    Raises:
+        UsageError: it is not a drafter's folder, or one of another shape.
+    """
+    from safetensors.torch import load_file
+
+    from dflash_offline.train.checkpoint import check_shape
+
+    path = Path(folder)
+    if not (path / "config.json").is_file() or not (path / "model.safetensors").is_file():
+        raise UsageError(
+            f"drafter.init_from = {folder!r}: not an exported drafter folder (config.json and model.safetensors); "
+            "make one with `dflash-offline export`"
+        )
+    theirs = DrafterShape.from_hf_config(json.loads((path / "config.json").read_bytes()))
+    check_shape(shape, theirs, f"drafter.init_from = {folder!r}")
+    return {name: tensor.float() for name, tensor in load_file(path / "model.safetensors").items()}
+
+
+def open_trainable(recipe: TrainRecipe) -> Cache:
+    """The recipe's cache, if it can be trained from.
+
+    Raises:
+        DFlashOfflineError: extraction is not finished, or has set shards aside.
+    """
+    cache = Cache.open(recipe.cache)
+    state = cache.require_trainable(recipe.training.allow_set_aside)
+    if state.set_aside:
+        logger.warning("training without %d shards that extraction set aside", len(state.set_aside))
+    if not len(cache.samples):
+        raise DFlashOfflineError(f"the cache {cache.path} holds no samples")
+    return cache
