@@ -73,7 +73,7 @@ class Documents:
 
     @classmethod
     def from_conversations(cls, path: Path, tokenizer: Any, keep: slice, max_length: int) -> Documents:
-        """Render each conversation; the loss mask covers what follows the rendered prompt."""
+        """Render each conversation; the loss mask covers the answer and its end-of-turn token."""
         with gzip.open(path, "rt") as file:
             rows = [json.loads(line)["messages"] for line in file][keep]
         ids, masks = [], []
@@ -85,7 +85,7 @@ class Documents:
             if all_ids[: len(prompt_ids)] != prompt_ids:
                 raise SystemExit("a rendered prompt is not the beginning of its rendered conversation")
             mask = np.zeros(len(all_ids), np.float32)
-            mask[len(prompt_ids) :] = 1
+            mask[len(prompt_ids) : len(all_ids) - all_ids[::-1].index(tokenizer.eos_token_id)] = 1
             if mask[:max_length].sum() >= 2:
                 ids.append(np.asarray(all_ids[:max_length]))
                 masks.append(mask[:max_length])

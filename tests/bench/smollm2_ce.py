@@ -1,0 +1,112 @@
+"""Compare our drafter with SpecForge's on the held-out prompts and write ``tau_smollm2_ce``.
+
+    python tests/bench/smollm2_ce.py --ours RUNS/plain-seed0 --specforge SPECFORGE --eval-cache EVAL --target GGUF \\
+        --extraction extract.json --out docs/benchmarks/smollm2_ce.json
+
+Both drafter folders go through the same evaluator: real speculative decoding (greedy, at most 256 tokens) of the 200
+held-out prompts, and replay from cached states beside it. The value is ours over all rounds; ``sides`` has both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from results import result, write_results
+
+
+def judge(drafter: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Decoded and replayed acceptance of one drafter folder."""
+    from dflash_offline.cache import Cache
+    from dflash_offline.config import TargetConfig
+    from dflash_offline.evaluate import evaluate
+    from dflash_offline.export import load_drafter
+    from dflash_offline.replay import replayed_acceptance
+
+    began = time.monotonic()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, _ = load_drafter(drafter, device=device)
+    cache = Cache.open(options.eval_cache)
+    replayed = replayed_acceptance(cache, model, samples=list(range(len(cache.samples["row"]))))
+    del model
+    decoded = evaluate(
+        drafter,
+        target=TargetConfig(model=options.target, tokenizer=options.tokenizer, dtype="bfloat16"),
+        cache=options.eval_cache,
+        count=options.count,
+        max_new_tokens=options.max_new_tokens,
+        out=options.scratch / f"{drafter.parent.name}-{drafter.name}.json",
+        progress=False,
+    )
+    return {"replayed": replayed, "decoded": decoded, "seconds": time.monotonic() - began}
+
+
+def main() -> None:
+    """Evaluate both sides, write the benchmark file and print a short table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ours", type=Path, required=True, help="folder of a run of smollm2_tau.py")
+    parser.add_argument("--specforge", type=Path, required=True, help="folder that specforge_side.py wrote")
+    parser.add_argument("--eval-cache", type=Path, required=True)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--tokenizer", default="tests/data/smollm2_tokenizer")
+    parser.add_argument("--extraction", type=Path, help="JSON answer of the extraction of the training cache")
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--scratch", type=Path, default=Path("runs"))
+    parser.add_argument("--shared-gpu", action="store_true", help="note that both trainings ran at once on one GPU")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    options.scratch.mkdir(parents=True, exist_ok=True)
+    ours = json.loads((options.ours / "result.json").read_text())
+    theirs = json.loads((options.specforge / "training.json").read_text())
+    judged = {"ours": judge(options.ours / "drafter", options), "specforge": judge(options.specforge, options)}
+    tau = {side: found["decoded"]["acceptance_length"] for side, found in judged.items()}
+    replayed = {side: found["replayed"]["acceptance_length"] for side, found in judged.items()}
+    entries = [
+        result(
+            "tau_smollm2_ce",
+            tau["ours"],
+            "tokens a round, decoded",
+            tau,
+            replayed=replayed,
+            standard_error={
+                side: found["decoded"].get("acceptance_length_se", found["replayed"]["acceptance_length_se"])
+                for side, found in judged.items()
+            },
+            by_position={side: found["decoded"].get("acceptance_by_position") for side, found in judged.items()},
+            prompts=options.count,
+            lossless={side: found["decoded"].get("lossless") for side, found in judged.items()},
+            steps={"ours": ours["trained"].get("steps"), "specforge": theirs["steps"]},
+            seed={"ours": ours["seed"], "specforge": theirs["seed"]},
+        )
+    ]
+    more = {"shared_gpu": options.shared_gpu}
+    trained = ours["trained"]
+    rate = trained.get("tokens_per_second") or trained.get("tokens_per_s")
+    if rate is None and trained.get("tokens"):
+        rate = trained["tokens"] / ours["train_s"]
+    if rate:
+        sides = {"ours": float(rate), "specforge": theirs["tokens_per_s"]}
+        entries.append(result("smollm2_train_tokens_per_s", float(rate), "context tokens/s", sides, trained=trained))
+    if options.extraction:
+        extraction = json.loads(options.extraction.read_text())
+        entries.append(
+            result("smollm2_extract_tokens_per_s", extraction["tokens_per_second"], "tokens/s", extraction=extraction)
+        )
+    write_results(options.out, entries, **more)
+    print(f"{'':24}{'ours':>10}{'specforge':>12}")
+    for name, pair in (("tau, decoded", tau), ("tau, replayed", replayed)):
+        print(f"{name:24}{pair['ours']:10.3f}{pair['specforge']:12.3f}")
+    for name in ("loss_last", "train_s"):
+        mine = ours["train_s"] if name == "train_s" else trained.get(name, float("nan"))
+        print(f"{name:24}{mine:10.3f}{theirs[name]:12.3f}")
+    for entry in entries[1:]:
+        print(f"{entry['key']:32}{entry['value']:12.0f}  {entry['sides'] or ''}")
+
+
+if __name__ == "__main__":
+    main()
