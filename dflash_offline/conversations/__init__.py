@@ -1,6 +1,6 @@
 """Data in: rows in many shapes → token ids and a loss mask.
 
-1. ``sources``  files and datasets → chunks of raw rows, numbered as in the source.
+1. ``sources``  files and datasets → ``chunks`` of raw rows, numbered as in the source.
 2. ``rows``     one raw row → a conversation, a text, or ready ids; or the reason why it is unusable.
 3. ``masks``    a conversation → rendered text, and which characters, then tokens, the assistant wrote.
 4. ``encode``   a chunk of rows → token ids and masks; the step that runs on all cores.

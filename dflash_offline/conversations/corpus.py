@@ -129,7 +129,7 @@ def build_corpus(
         for chunk in _with_progress(encoded, len(wanted), progress):
             chunk.input_ids.astype("<u4").tofile(ids_file)
             chunk.loss_mask.tofile(mask_file)
-            _extend(samples, chunk)
+            samples.extend(chunk)
             if samples.total_rows >= _HOPELESS_ROWS and not samples.rows:
                 check_skipped(samples, data.max_skipped_share)
     check_skipped(samples, data.max_skipped_share)
@@ -175,15 +175,6 @@ def _with_progress(encoded: Any, total: int, progress: bool) -> Any:
             bar.update(chunk.total_rows)
 
 
-def _extend(samples: EncodedChunk, chunk: EncodedChunk) -> None:
-    for name in ("rows", "ids", "lengths", "supervised", "anchors", "prompt_hash", "methods"):
-        getattr(samples, name).extend(getattr(chunk, name))
-    samples.total_rows += chunk.total_rows
-    samples.truncated += chunk.truncated
-    samples.dropped.update(chunk.dropped)
-    samples.examples = {**chunk.examples, **samples.examples}
-
-
 def check_skipped(samples: EncodedChunk, limit: float) -> None:
     """Refuse a corpus of which too many rows are unusable.
 
@@ -194,7 +185,7 @@ def check_skipped(samples: EncodedChunk, limit: float) -> None:
     if samples.rows and skipped <= limit * samples.total_rows:
         return
     lines = [
-        f"{skipped} of the first {samples.total_rows} rows are unusable "
+        f"{skipped} of {samples.total_rows} rows are unusable "
         f"({skipped / max(samples.total_rows, 1):.1%}; data.max_skipped_share allows {limit:.1%}):"
     ]
     for reason, count in samples.dropped.most_common():
@@ -227,14 +218,13 @@ def tokenizer_sha256(tokenizer: Any) -> str:
     not count.
     """
     if getattr(tokenizer, "is_fast", False):
-        parts = json.loads(tokenizer.backend_tokenizer.to_str())
-        parts.pop("padding", None)
-        parts.pop("truncation", None)
+        text = tokenizer.backend_tokenizer.to_str()
+        model = text[max(text.find('"added_tokens":'), 0) :]  # the format has version, truncation and padding before it
     else:
         added = {str(number): str(token) for number, token in tokenizer.added_tokens_decoder.items()}
-        parts = {"class": type(tokenizer).__name__, "vocab": tokenizer.get_vocab(), "added": added}
-    parts["special_tokens_map"] = {role: str(token) for role, token in tokenizer.special_tokens_map.items()}
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+        model = json.dumps([type(tokenizer).__name__, tokenizer.get_vocab(), added], sort_keys=True)
+    special = {role: str(token) for role, token in tokenizer.special_tokens_map.items()}
+    return hash_texts([model, json.dumps(special, sort_keys=True)])
 
 
 def corpus_fingerprint(data: DataConfig, tokenizer: Any, contents: list[str]) -> str:

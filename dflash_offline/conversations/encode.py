@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dflash_offline.config import DataConfig
+from dflash_offline.conversations.chunks import Chunk
 from dflash_offline.conversations.masks import (
     ChatRenderer,
     Spans,
@@ -31,7 +32,6 @@ from dflash_offline.conversations.masks import (
     template_text,
 )
 from dflash_offline.conversations.rows import Conversation, GivenTokens, PlainText, RowDropped, RowReader
-from dflash_offline.conversations.sources import Chunk
 from dflash_offline.conversations.split import prompt_hash
 from dflash_offline.errors import DFlashOfflineError
 
@@ -57,6 +57,15 @@ class EncodedChunk:
     examples: dict[str, str] = field(default_factory=dict)
     input_ids: NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
     loss_mask: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+
+    def extend(self, other: EncodedChunk) -> None:
+        """Append another chunk's samples and counts, but not its tokens."""
+        for name in ("rows", "ids", "lengths", "supervised", "anchors", "prompt_hash", "methods"):
+            getattr(self, name).extend(getattr(other, name))
+        self.total_rows += other.total_rows
+        self.truncated += other.truncated
+        self.dropped.update(other.dropped)
+        self.examples = {**other.examples, **self.examples}
 
 
 @dataclass

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash_offline.config import DataConfig
-from dflash_offline.conversations.corpus import _extend, check_skipped, warn_of_dates
+from dflash_offline.conversations.corpus import check_skipped, warn_of_dates
 from dflash_offline.conversations.encode import EncodedChunk, RowEncoder
 from dflash_offline.conversations.sources import iterate_chunks, open_sources, parse_slice, selected_rows
 from dflash_offline.errors import DFlashOfflineError
@@ -58,7 +58,7 @@ def preview(
             whole = False
             break
         encoded = encoder.encode(chunk)
-        _extend(samples, encoded)
+        samples.extend(encoded)
         tokens.append((encoded.input_ids, encoded.loss_mask))
     if not samples.total_rows:
         raise DFlashOfflineError(f"{data.source}: empty, or data.rows {data.rows!r} selects none of its rows")

@@ -14,87 +14,18 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from dflash_offline.config import DataConfig
+from dflash_offline.conversations.chunks import Chunk
 from dflash_offline.errors import DFlashOfflineError, UsageError
 
 CHUNK_ROWS = 256
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz", ".json", ".json.gz", ".parquet")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Some raw rows, cheap to send to another process.
-
-    Attributes:
-        origin: file or dataset they come from, for messages.
-        numbers: row number of each, in the concatenation of all sources.
-        lines: for JSONL, ``(line number from 1, bytes)`` of each row.
-        table: for Parquet and datasets, the rows as an Arrow IPC stream.
-        objects: for JSON arrays, the rows.
-    """
-
-    origin: str
-    numbers: list[int]
-    lines: list[tuple[int, bytes]] | None = None
-    table: bytes | None = None
-    objects: list[Any] | None = None
-
-    def rows(self) -> Iterator[tuple[int, Any]]:
-        """Row number and row (a dict when the row is well formed).
-
-        Raises:
-            DFlashOfflineError: a line is not JSON; the message names file and line.
-        """
-        if self.lines is not None:
-            for number, (line_number, line) in zip(self.numbers, self.lines, strict=True):
-                yield number, _parse_line(self.origin, line_number, line)
-        elif self.table is not None:
-            table = pa.ipc.open_stream(self.table).read_all()
-            read = _arrow_reader(pa.struct(list(table.schema))) or (lambda row: row)
-            yield from zip(self.numbers, map(read, table.to_pylist()), strict=True)
-        else:
-            yield from zip(self.numbers, self.objects or [], strict=True)
-
-
-def _parse_line(origin: str, line_number: int, line: bytes) -> Any:
-    try:
-        return json.loads(line.removeprefix(b"\xef\xbb\xbf") if line_number == 1 else line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        what = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise DFlashOfflineError(
-            f"{origin}, line {line_number}: not valid JSON ({what}); the line begins {line[:60]!r}. "
-            "Mend or remove that line: one row a line, nothing is skipped silently"
-        ) from None
-
-
-def _arrow_reader(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """How a value of this Arrow type becomes what the JSON would have been; None: it is that already.
-
-    Arrow gives every struct all fields of its kind, so absent ones come back as None and are left out again; values
-    of mixed types are stored as JSON text.
-    """
-    if isinstance(kind, pa.BaseExtensionType):
-        return json.loads if kind.extension_name == "arrow.json" else _arrow_reader(kind.storage_type)
-    if pa.types.is_struct(kind):
-        readers = {field.name: _arrow_reader(field.type) for field in kind}
-
-        def read_struct(value: dict[str, Any]) -> dict[str, Any]:
-            return {
-                key: read(item) if (read := readers[key]) else item for key, item in value.items() if item is not None
-            }
-
-        return read_struct
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        if read := _arrow_reader(kind.value_type):
-            return lambda value: [None if item is None else read(item) for item in value]
-    return None
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -247,10 +178,7 @@ def _table_chunk(name: str, table: pa.Table, first: int, wanted: range) -> Itera
         return
     if len(numbers) < table.num_rows:
         table = table.take([number - first for number in numbers])
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:  # the stream holds these rows only, pickled slices hold all
-        writer.write_table(table)
-    yield Chunk(name, numbers, table=sink.getvalue().to_pybytes())
+    yield Chunk.from_table(name, numbers, table)
 
 
 def file_sha256(path: Path) -> str:
