@@ -11,6 +11,7 @@ Legend: T tokens of a document, D = kept layers × H, R rows, B block positions.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -208,8 +209,11 @@ def cache_layers(cache: Cache, target_layer_ids: Sequence[int]) -> list[int]:
 
 
 def cache_stop_ids(cache: Cache) -> list[int]:
-    """Tokens that end an answer, by the cache's copy of the target's config and tokenizer."""
-    return end_token_ids(cache.target_config().get("eos_token_id"), cache.tokenizer().eos_token_id)
+    """Tokens that end an answer, by the cache's copy of the target's configs and tokenizer."""
+    name = "generation_config.json"
+    generation = json.loads(cache.target_file(name).read_bytes()) if f"target/{name}" in cache.manifest.files else {}
+    ends = (generation.get("eos_token_id"), cache.target_config().get("eos_token_id"), cache.tokenizer().eos_token_id)
+    return end_token_ids(*ends)
 
 
 def end_token_ids(*sources: int | Sequence[int] | None) -> list[int]:

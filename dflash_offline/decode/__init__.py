@@ -2,7 +2,8 @@
 
 In reading order: ``sampling`` (logits to tokens, the rejection rule) → ``heads`` (embedding and head borrowed from the
 target) → ``target_state`` (one sequence in the target, with undo) → ``generation`` (what came out, acceptance
-figures) → ``speculative`` (one prompt) → ``ragged_cache``, ``drafter_context``, ``batched`` (many prompts at once).
+figures) → ``speculative`` (one prompt) → ``ragged_cache``, ``drafter_context``, ``batched`` (many prompts at once)
+→ ``prompts``, ``runner``, ``compare`` (what evaluation needs).
 """
 
 from dflash_offline.decode.generation import Generation, acceptance_summary

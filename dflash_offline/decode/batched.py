@@ -19,7 +19,7 @@ from dflash_offline.decode.generation import Generation
 from dflash_offline.decode.heads import TargetHeads
 from dflash_offline.decode.ragged_cache import RaggedCache
 from dflash_offline.decode.sampling import Sampling, count_leading, draw, probabilities, verify_sampled
-from dflash_offline.decode.speculative import check_drafter, check_request, target_logits
+from dflash_offline.decode.speculative import check_drafter, check_request
 from dflash_offline.decode.target_state import target_forward
 from dflash_offline.errors import UsageError
 
@@ -87,7 +87,8 @@ class _Batch:
     ) -> None:
         self.target, self.drafter, self.sampling = target, drafter, sampling
         self.max_new_tokens, self.stop_ids = max_new_tokens, frozenset(stop_ids)
-        self.heads = heads or (TargetHeads.of_target(target) if drafter is not None else None)
+        self.target_heads = TargetHeads.of_target(target)
+        self.heads = heads or self.target_heads
         self.layer_ids = drafter.shape.target_layer_ids if drafter is not None else ()
         self.block_size = drafter.shape.block_size if drafter is not None else 1
         self.generator = torch.Generator(device=target.device).manual_seed(seed)
@@ -110,7 +111,7 @@ class _Batch:
             self.context = DrafterContext(self.drafter, len(prompts), capacity)
             self.context.write(hidden.to(self.drafter.fc.weight.dtype), positions)
         last = normed[torch.arange(len(prompts), device=device), lengths - 1]
-        for row, token in enumerate(self._choose(target_logits(self.target, last)).tolist()):
+        for row, token in enumerate(self._choose(self.target_heads.logits(last)).tolist()):
             self.generations[row].start(token, self.stop_ids)
         self.anchors_R = lengths
         self._drop_finished(idle_share=0.0)
@@ -130,7 +131,7 @@ class _Batch:
         if self.drafter is not None:
             # rows that keep less overwrite the rest in the next round, before any draft can see it
             self.context.write(hidden.to(self.drafter.fc.weight.dtype), positions)
-        logits = target_logits(self.target, normed)
+        logits = self.target_heads.logits(normed)
         accepted, bonus = self._verify(logits, drafts, draft_probs, limits)
         tokens = drafts.tolist()
         produced = []
@@ -150,7 +151,7 @@ class _Batch:
 
     def _draft(self, anchor_tokens: Tensor, sizes_R: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
         """Drafted tokens [R, size − 1], and when sampling their distributions [R, size − 1, V]."""
-        if self.drafter is None or self.heads is None or size == 1:
+        if self.drafter is None or size == 1:
             return anchor_tokens.new_empty((anchor_tokens.shape[0], 0)), None
         masks = anchor_tokens.new_full((anchor_tokens.shape[0], size - 1), self.drafter.shape.mask_token_id)
         block = torch.cat((anchor_tokens[:, None], masks), dim=1)

@@ -36,7 +36,7 @@ class TargetHeads:
         """From named tensors (``embed_tokens.weight``, ``lm_head.weight`` unless tied) and what goes with them."""
         embedding = tensors["embed_tokens.weight"].to(dtype)
         head = embedding if info["tied"] else tensors["lm_head.weight"].to(dtype)
-        return cls(embedding, head, float(info.get("embed_scale") or 1.0), info.get("logit_softcap"))
+        return cls(embedding, head, float(info["embed_scale"]), info["logit_softcap"])
 
     @classmethod
     def of_target(cls, target: Target) -> TargetHeads:
@@ -48,10 +48,9 @@ class TargetHeads:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[..., H]: embedded tokens as the target's first layer receives them."""
-        import torch.nn.functional as F
+        from dflash_offline.drafter.blocks import embed_tokens
 
-        embedded = F.embedding(token_ids, self.embedding_VH)
-        return embedded if self.embed_scale == 1.0 else embedded * self.embed_scale
+        return embed_tokens(self.embedding_VH, token_ids, self.embed_scale)
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """[..., V]: logits of final-normed hidden states."""

@@ -43,13 +43,14 @@ def speculative_generate(
     Greedily in float32 the tokens equal :func:`plain_generate`'s; sampled, they follow the same distribution.
 
     Args:
-        target: loaded whole (``stop_early=False``).
+        target: with all its layers (not after ``release_unused``).
         drafter: on the target's device; its weights' dtype is its compute dtype.
         input_ids: the prompt's tokens, at least one.
         max_new_tokens: limit, at least one.
         stop_ids: tokens that end the output (and belong to it).
         seed: of the random state; without meaning when greedy.
-        heads: embedding and head for drafting, made once by the caller when many prompts follow.
+        heads: embedding and head that drafts are made with; default: the target's own. Give those of the exported
+            folder to find out what a server would see.
 
     Raises:
         UsageError: an empty prompt, a limit below one, or a drafter of another target shape.
@@ -64,13 +65,14 @@ def speculative_generate(
     dtype = drafter.fc.weight.dtype
     generator = _generator(target, seed)
     with torch.inference_mode():
-        heads = heads or TargetHeads.of_target(target)
+        target_heads = TargetHeads.of_target(target)
+        heads = heads or target_heads
         started = _now(target)
         state = TargetState(target, shape.target_layer_ids)
         cache = DrafterCache(shape.num_layers)
         normed, context = state.prefill(_row(input_ids, target))
         generation = Generation()
-        generation.start(_choose(target_logits(target, normed[:, -1]), sampling, generator), stop_ids)
+        generation.start(_choose(target_heads.logits(normed[:, -1]), sampling, generator), stop_ids)
         prefilled = _now(target)
         while not generation.stopped and len(generation.tokens) < max_new_tokens:
             count = min(shape.block_size - 1, max_new_tokens - len(generation.tokens))
@@ -81,14 +83,14 @@ def speculative_generate(
             if sampling.greedy:
                 block[0, 1:] = draft_logits.argmax(dim=-1)
                 normed, context = state.verify(block)
-                choices = target_logits(target, normed[0]).argmax(dim=-1)
+                choices = target_heads.logits(normed[0]).argmax(dim=-1)
                 accepted = int(count_leading(block[0, 1:] == choices[:-1]))
                 bonus = int(choices[accepted])
             else:
                 draft_probs = probabilities(draft_logits, sampling)
                 block[0, 1:] = draw(draft_probs, generator)
                 normed, context = state.verify(block)
-                target_probs = probabilities(target_logits(target, normed[0]), sampling)
+                target_probs = probabilities(target_heads.logits(normed[0]), sampling)
                 accepted, bonus = verify_sampled(block[0, 1:], draft_probs, target_probs, generator)
             produced = generation.add_round(block[0, 1:].tolist(), accepted, bonus, max_new_tokens, stop_ids)
             state.accept(produced)
@@ -113,29 +115,21 @@ def plain_generate(
     check_request(target, input_ids, max_new_tokens)
     generator = _generator(target, seed)
     with torch.inference_mode():
+        heads = TargetHeads.of_target(target)
         started = _now(target)
         state = TargetState(target, ())
         normed, _ = state.prefill(_row(input_ids, target))
         generation = Generation()
-        generation.start(_choose(target_logits(target, normed[:, -1]), sampling, generator), stop_ids)
+        generation.start(_choose(heads.logits(normed[:, -1]), sampling, generator), stop_ids)
         prefilled = _now(target)
         while not generation.stopped and len(generation.tokens) < max_new_tokens:
             normed, _ = state.prefill(_row(generation.tokens[-1:], target))
-            token = _choose(target_logits(target, normed[:, -1]), sampling, generator)
+            token = _choose(heads.logits(normed[:, -1]), sampling, generator)
             generation.tokens.append(token)
             generation.stopped = token in stop_ids
         finished = _now(target)
     generation.seconds_prefill, generation.seconds_decode = prefilled - started, finished - prefilled
     return generation
-
-
-def target_logits(target: Target, normed_NH: Tensor) -> Tensor:
-    """[N, V]: the target's own logits of final-normed hidden states."""
-    import torch
-
-    logits = target.lm_head(normed_NH)
-    softcap = target.heads_info().get("logit_softcap")
-    return logits if not softcap else torch.tanh(logits / softcap) * softcap
 
 
 def check_drafter(target: Target, drafter: DFlashDrafter) -> None:
@@ -162,8 +156,8 @@ def check_request(target: Target, input_ids: list[int], max_new_tokens: int) -> 
         raise UsageError("the prompt is empty: decoding needs at least one token")
     if max_new_tokens < 1:
         raise UsageError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
-    if len(target.text_model.layers) < target.num_layers:
-        raise UsageError("decoding needs the whole target: load it with stop_early=False")
+    if target.lm_head is None:
+        raise UsageError("decoding needs the whole target, and this one released its head and upper layers")
 
 
 def _choose(logits_1V: Tensor, sampling: Sampling, generator: Generator) -> int:

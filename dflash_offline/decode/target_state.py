@@ -31,8 +31,10 @@ def cache_argument(text_model: nn.Module) -> str:
 
 
 @contextmanager
-def captured_layers(text_model: nn.Module, layer_ids: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+def captured_layers(text_model: nn.Module, num_layers: int, layer_ids: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
     """Within the context, each forward pass fills the dictionary with the outputs of the named decoder layers."""
+    from dflash_offline.target.load import decoder_layers
+
     outputs: dict[int, Tensor] = {}
 
     def keep(layer_id: int) -> Any:
@@ -41,7 +43,8 @@ def captured_layers(text_model: nn.Module, layer_ids: tuple[int, ...]) -> Iterat
 
         return hook
 
-    handles = [text_model.layers[i].register_forward_hook(keep(i)) for i in layer_ids]
+    layers = decoder_layers(text_model, num_layers)[1] if layer_ids else []
+    handles = [layers[i].register_forward_hook(keep(i)) for i in layer_ids]
     try:
         yield outputs
     finally:
@@ -64,7 +67,7 @@ def target_forward(
     """
     import torch
 
-    with captured_layers(target.text_model, layer_ids) as outputs:
+    with captured_layers(target.text_model, target.num_layers, layer_ids) as outputs:
         result = target.text_model(
             input_ids=input_ids_RN,
             position_ids=position_ids_RN,
@@ -81,7 +84,7 @@ class TargetState:
     """One sequence inside the target: prefill once, then verify and accept in turn.
 
     Args:
-        target: loaded whole (``stop_early=False``).
+        target: with all its layers (not after ``release_unused``).
         layer_ids: 0-based decoder layers whose output is returned, in the drafter's order.
     """
 

@@ -1,0 +1,229 @@
+"""What a drafter is worth: acceptance length on real prompts, speed-up, and whether the output stays the target's own.
+
+Decoding runs with the exported folder, as a server would read it, so a wrong rope, scale or layer id shows here and not
+in production. Acceptance figures come from decoding prompts in batches (hybrid targets: one at a time), speed-up from a
+few prompts decoded singly with and without the drafter. In float32 on CPU the greedy outputs are identical; in bf16 a
+block of 16 tokens and a single token go through different kernels, so near-ties may fall the other way: each first
+divergence is reported with the gap between the two tokens' logits, which tells a tie from a bug.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_offline.config import TargetConfig
+from dflash_offline.errors import UsageError
+from dflash_offline.export import drafter_config, load_drafter
+
+if TYPE_CHECKING:
+    import torch
+
+    from dflash_offline.cache import Cache
+    from dflash_offline.decode.heads import TargetHeads
+    from dflash_offline.drafter.model import DFlashDrafter
+    from dflash_offline.target import Target
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate(
+    drafter: Path | str,
+    *,
+    target: TargetConfig | Target,
+    cache: Path | str | None = None,
+    prompts: Path | str | Sequence[list[int]] | None = None,
+    prompt_rows: str | None = None,
+    count: int | None = 100,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    device: str | None = None,
+    batch_size: int | None = None,
+    timed_prompts: int | None = None,
+    lossless: bool = True,
+    replay: bool = True,
+    out: Path | str | None = None,
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Decode prompts with a drafter folder and its target.
+
+    Args:
+        drafter: the exported folder.
+        target: the recipe's target, loaded here, or one that is loaded already.
+        cache: a cache of this target: its held-out samples give the prompts unless ``prompts`` does, and the replayed
+            acceptance length.
+        prompts: a file or dataset of conversations, or ready token ids.
+        prompt_rows: Python slice of the file's rows, e.g. ``"-200:"``.
+        count: at most so many prompts; None takes all.
+        max_new_tokens: of each prompt.
+        temperature, top_k, top_p: 0, 0, 1 is greedy.
+        seed: chooses held-out samples, and tokens when sampling.
+        device: ``cuda`` or ``cpu``; default: a GPU if there is one. The drafter runs in the target's dtype.
+        batch_size: prompts decoded together; default: by vocabulary and block size.
+        timed_prompts: how many are decoded singly for the speed-up; default 8 on a GPU, 2 on a CPU, 0 to skip it.
+        lossless: decode plainly as well and compare (greedy only).
+        replay: report the replayed acceptance length of the held-out samples (greedy only).
+        out: JSON file for the report.
+        progress: show progress bars.
+
+    Returns:
+        The report, ready for JSON; the keys of :func:`~dflash_offline.decode.generation.acceptance_summary` and:
+        ``tokens``, ``lossless`` (all outputs identical; None if not checked), ``identical_share``, ``near_ties_only``,
+        ``divergences``, ``speed_up``, ``replayed``, ``seconds``, and what was run.
+
+    Raises:
+        UsageError: neither prompts nor a cache with held-out samples, or a drafter of another target.
+    """
+    from dflash_offline.cache import Cache
+    from dflash_offline.decode import Sampling, acceptance_summary
+    from dflash_offline.decode.compare import compare_outputs
+    from dflash_offline.decode.prompts import cache_prompts, file_prompts, heldout_samples
+    from dflash_offline.decode.runner import Runner
+    from dflash_offline.decode.speculative import check_drafter
+
+    sampling = Sampling(temperature, top_k, top_p)
+    opened = None if cache is None else Cache.open(Path(cache))
+    if prompts is None and opened is None:
+        raise UsageError("evaluate needs prompts: a file of conversations, or a cache with held-out samples")
+    target = _load_target(target, device)
+    model, shape = load_drafter(drafter, device=str(target.device), dtype=target.dtype)
+    check_drafter(target, model)
+    heads = folder_heads(drafter, target)
+    tokenizer = None if prompts is not None and not isinstance(prompts, (str, Path)) else target.resolved.tokenizer()
+    stop_ids = target_stop_ids(target, tokenizer)
+    samples = None
+    if prompts is None:
+        samples = heldout_samples(opened, count, seed)
+        token_ids = cache_prompts(opened, samples)
+    elif isinstance(prompts, (str, Path)):
+        arguments = opened.manifest.identity.data.template_arguments if opened else None
+        token_ids = file_prompts(prompts, tokenizer, rows=prompt_rows, count=count, template_arguments=arguments)
+    else:
+        token_ids = [list(prompt) for prompt in prompts][:count]
+    runner = Runner(target, model, heads, stop_ids, sampling, seed, max_new_tokens, batch_size, progress)
+    started = time.perf_counter()
+    speculative = runner.decode(token_ids, with_drafter=True)
+    seconds = {"speculative": time.perf_counter() - started}
+    report: dict[str, Any] = {
+        "drafter": str(drafter),
+        "target": target.resolved.settings.model,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": _device_name(target),
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "stop_ids": stop_ids,
+        "block_size": shape.block_size,
+        **acceptance_summary(speculative, shape.block_size),
+        "prompts": len(token_ids),
+        "tokens": sum(len(g.tokens) for g in speculative),
+        "lossless": None,
+        "speed_up": None,
+        "replayed": None,
+    }
+    if lossless and sampling.greedy:
+        started = time.perf_counter()
+        plain = runner.decode(token_ids, with_drafter=False)
+        seconds["plain"] = time.perf_counter() - started
+        report |= compare_outputs(target, token_ids, speculative, plain)
+    timed = (8 if target.device.type == "cuda" else 2) if timed_prompts is None else timed_prompts
+    if timed:
+        report |= runner.speed_up(token_ids[:timed])
+    if replay and sampling.greedy and opened is not None:
+        started = time.perf_counter()
+        report["replayed"] = _replayed(opened, model, heads, samples, count, max_new_tokens, stop_ids, seed)
+        seconds["replayed"] = time.perf_counter() - started
+    report["seconds"] = {name: round(value, 3) for name, value in seconds.items()}
+    report["versions"] = _versions()
+    if out is not None:
+        from dflash_offline.cache.files import write_json_atomic
+
+        Path(out).parent.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(Path(out), report)
+    return report
+
+
+def folder_heads(folder: Path | str, target: Target) -> TargetHeads:
+    """The target's embedding and head with the scale and soft-cap that the drafter's folder names, as a server has."""
+    from dataclasses import replace
+
+    from dflash_offline.decode.heads import TargetHeads
+
+    config = drafter_config(folder)
+    named = {**config, **config.get("dflash_config", {})}
+    heads = TargetHeads.of_target(target)
+    scale, softcap = float(named.get("input_embedding_scale", 1.0)), named.get("final_logit_softcapping")
+    if abs(scale / heads.embed_scale - 1) > 0.01 or softcap != heads.logit_softcap:
+        logger.warning(
+            "the drafter's folder names embedding scale %s and logit soft-cap %s, the target has %s and %s: "
+            "drafts will be as bad as in a server that reads this folder",
+            scale, softcap, heads.embed_scale, heads.logit_softcap,
+        )  # fmt: skip
+    return replace(heads, embed_scale=scale, logit_softcap=softcap)
+
+
+def target_stop_ids(target: Target, tokenizer: Any = None) -> list[int]:
+    """Tokens that end the target's output: those of its generation config, config and tokenizer."""
+    from dflash_offline.replay import end_token_ids
+
+    resolved = target.resolved
+    return end_token_ids(
+        resolved.generation_config.get("eos_token_id"),
+        getattr(resolved.config, "eos_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+    )
+
+
+def _replayed(
+    cache: Cache,
+    drafter: DFlashDrafter,
+    heads: TargetHeads,
+    samples: list[int] | None,
+    count: int | None,
+    max_new_tokens: int,
+    stop_ids: list[int],
+    seed: int,
+) -> dict[str, Any] | None:
+    from dflash_offline.decode.prompts import heldout_samples
+    from dflash_offline.replay import replayed_acceptance
+
+    if samples is None:
+        try:
+            samples = heldout_samples(cache, count, seed)
+        except UsageError as error:
+            logger.warning("no replayed acceptance length: %s", error)
+            return None
+    return replayed_acceptance(
+        cache, drafter, heads=heads, samples=samples, max_new_tokens=max_new_tokens, stop_ids=stop_ids
+    )
+
+
+def _load_target(target: TargetConfig | Target, device: str | None) -> Target:
+    import torch
+
+    from dflash_offline.target import load_target
+
+    if not isinstance(target, TargetConfig):
+        return target
+    return load_target(target, device or ("cuda" if torch.cuda.is_available() else "cpu"), stop_early=False)
+
+
+def _device_name(target: Target) -> str:
+    import torch
+
+    device: torch.device = target.device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("dflash-offline", "torch", "transformers")}
