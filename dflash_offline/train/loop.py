@@ -1,8 +1,8 @@
 """Training a drafter from a cache on one device.
 
 A run is a folder: started again it goes on from its newest complete checkpoint, and on a CPU with fixed threads its
-loss curve is then the same, bit for bit, as without the interruption. A SIGINT or SIGTERM ends the step in flight, writes a
-checkpoint and raises :class:`~dflash_offline.errors.Interrupted`. The device is never waited for between log entries.
+loss curve is then the same, bit for bit, as without the interruption. A SIGINT or SIGTERM ends the step in flight,
+writes a checkpoint and raises :class:`~dflash_offline.errors.Interrupted`. The device is never waited for between log entries.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def train(recipe: TrainRecipe, *, progress: bool = True, stop_event: threading.E
 
     Returns:
         Summary: run, steps, epochs, samples, tokens, blocks (trained), seconds, tokens_per_second, loss_first,
-        loss_last, heldout_loss and heldout_expected_acceptance_length (of the last evaluation), checkpoint (its folder).
+        loss_last, heldout_loss and heldout_expected_acceptance_length (of the last evaluation), checkpoint (its
+        folder), and already_finished where there was nothing left to do.
 
     Raises:
         UsageError: wrong settings, or a run folder of other settings.
