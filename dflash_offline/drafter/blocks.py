@@ -27,7 +27,7 @@ def embed_tokens(embedding_VH: Tensor, token_ids: Tensor, scale: float = 1.0) ->
     The scale is rounded to that dtype first, as Gemma's own code does.
     """
     embeds = F.embedding(token_ids, embedding_VH)
-    return embeds if scale == 1.0 else embeds * torch.tensor(scale, dtype=embeds.dtype, device=embeds.device)
+    return embeds if scale == 1.0 else embeds * torch.tensor(scale, dtype=embeds.dtype).item()
 
 
 def block_positions(context_positions_RT: Tensor, anchor_index_RA: Tensor, block_size: int) -> Tensor:

@@ -130,9 +130,11 @@ def drafter_loss(
     else:
         weights = dpace_weights(torch.exp(-detached), valid_RAB, config.alpha)
     total = (weights * cross_entropy).sum()
-    denominator = torch.as_tensor(denominator, dtype=torch.float32, device=total.device)
-    loss = total / torch.where(denominator > 0, denominator, 1.0)
-    return LossOutput(loss, detached, correct, valid_RAB, weights)
+    if isinstance(denominator, Tensor):
+        denominator = torch.where(denominator > 0, denominator, 1.0)
+    elif denominator <= 0:
+        denominator = 1.0
+    return LossOutput(total / denominator, detached, correct, valid_RAB, weights)
 
 
 def leading_correct(correct_RAB: Tensor, valid_RAB: Tensor) -> Tensor:

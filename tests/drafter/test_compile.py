@@ -39,8 +39,8 @@ def graphs() -> int:
 
 def test_training_compiles_one_graph_for_the_first_layer_and_one_for_the_others() -> None:
     shape = tiny_shape(LAYERS)
-    plain, compiled = DFlashDrafter(shape), compile_layers(DFlashDrafter(shape), backend="aot_eager")
-    made, embedding, head = rows(shape, 3)
+    plain, compiled = DFlashDrafter(shape), compile_layers(DFlashDrafter(shape), backend="eager")
+    made, embedding, head = rows(shape, 2)
     config = LossConfig(name="ce")
     for index, row in enumerate(made):
         losses = [row_loss(model, row, embedding, head, config, 50.0).loss for model in (plain, compiled)]
