@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -80,6 +81,8 @@ class Cache:
         self.path = path
         self.manifest = manifest
         self.book = ReceiptBook(path, manifest.identity.plan_sha256)
+        self._starting = threading.Lock()
+        self._started_pool: ThreadPoolExecutor | None = None
         self._threads = threads or min(8, os.cpu_count() or 1)
 
     @classmethod
@@ -128,15 +131,19 @@ class Cache:
     def _sample_bounds(self) -> np.ndarray:
         return np.searchsorted(self.samples.shard, np.arange(self.num_shards + 1))
 
-    @cached_property
+    @property
     def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self._threads, thread_name_prefix="cache")
+        with self._starting:
+            if self._started_pool is None:
+                self._started_pool = ThreadPoolExecutor(self._threads, thread_name_prefix="cache")
+            return self._started_pool
 
     def close(self) -> None:
         """Stop the cache's threads, if any were started."""
-        if "_pool" in self.__dict__:
-            self._pool.shutdown()
-            del self.__dict__["_pool"]
+        with self._starting:
+            if self._started_pool is not None:
+                self._started_pool.shutdown()
+                self._started_pool = None
 
     def shard_samples(self, shard: int) -> range:
         """Indices in :attr:`samples` of a shard's samples."""

@@ -6,7 +6,7 @@ scale of 8 bits, so its only rounding is the last one, to bf16: every device and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -19,7 +19,8 @@ from dflash_offline.errors import UsageError
 
 _MISSING_CODE = -128
 _MISSING_SCALE = 0x7FC0
-_PIECE_VALUES = 1 << 26
+_CPU_VALUES = 1 << 20
+_GPU_VALUES = 1 << 26
 
 
 class Int8Encoding(Encoding):
@@ -60,7 +61,7 @@ class Int8Encoding(Encoding):
         ]
 
     def encode(self, hidden_TLH: Tensor) -> dict[str, Tensor]:
-        """See :class:`Encoding`. Float32 work space is bounded to a quarter of a gigabyte a temporary."""
+        """See :class:`Encoding`. Float32 work space is bounded to a quarter of a gigabyte a temporary on a GPU."""
         T, L, H = hidden_TLH.shape
         self.arrays(L, H)
         device = hidden_TLH.device
@@ -68,19 +69,18 @@ class Int8Encoding(Encoding):
         rotation = hadamard_on(device) / 8
         codes_LTH = torch.empty(L, T, H, dtype=torch.int8, device=device)
         scales_LTN = torch.empty(L, T, H // BLOCK, dtype=torch.int16, device=device)
-        step = max(1, _PIECE_VALUES // max(1, L * H))
-        for first in range(0, T, step):
-            piece_LTH = hidden_TLH[first : first + step].transpose(0, 1)
-            rotated = (piece_LTH * signs_H).unflatten(-1, (-1, BLOCK)) @ rotation
+        for layer, rows in _pieces(T, L, H, device):
+            signed = hidden_TLH[rows, layer] * signs_H
+            rotated = signed.view(-1, BLOCK) @ rotation
             peak = rotated.abs().amax(-1)
-            bits = (peak / 127).view(torch.int32)
-            bits = (bits + 0xFFFF) & ~0xFFFF
-            scale = bits.view(torch.float32)
+            bits = ((peak / 127).view(torch.int32) + 0xFFFF) & ~0xFFFF
+            scale = bits.view(torch.float32).view(-1, H // BLOCK)
             finite = scale.isfinite().all(-1, keepdim=True)
             safe = torch.where((scale > 0) & finite, scale, 1.0)
-            codes = rotated.div_(safe.unsqueeze(-1)).round_().clamp_(-127, 127).flatten(-2)
-            codes_LTH[:, first : first + step] = torch.where(finite, codes, float(_MISSING_CODE)).to(torch.int8)
-            scales_LTN[:, first : first + step] = torch.where(finite, bits >> 16, _MISSING_SCALE).to(torch.int16)
+            codes = rotated.div_(safe.view(-1, 1)).round_().clamp_(-127, 127).to(torch.int8)
+            codes_LTH[layer, rows] = codes.view(-1, H).masked_fill_(~finite, _MISSING_CODE)
+            words = (bits >> 16).view(-1, H // BLOCK)
+            scales_LTN[layer, rows] = torch.where(finite, words, _MISSING_SCALE).to(torch.int16)
         return {"codes": rows_first(codes_LTH), "scales": rows_first(scales_LTN)}
 
     def decode(self, arrays: dict[str, Tensor], layers: slice | Sequence[int] | None = None) -> Tensor:
@@ -91,11 +91,18 @@ class Int8Encoding(Encoding):
         signs_H = signs_on(self.seed, H, device)
         rotation = hadamard_on(device)
         out_TLH = torch.empty(T, L, H, dtype=torch.bfloat16, device=device)
-        step = max(1, _PIECE_VALUES // max(1, L * H))
-        for first in range(0, T, step):
-            blocks = codes_TLH[first : first + step].unflatten(-1, (-1, BLOCK))
-            scale = (scales_TLN[first : first + step].to(torch.int32) << 16).view(torch.float32)
-            scale = torch.where((blocks == _MISSING_CODE).any(-1), float("nan"), scale) / 8
-            values = (blocks.to(torch.float32) @ rotation).mul_(scale.unsqueeze(-1))
-            out_TLH[first : first + step] = values.flatten(-2).mul_(signs_H)
+        for layer, rows in _pieces(T, L, H, device):
+            blocks = codes_TLH[rows, layer].reshape(-1, BLOCK)
+            scale = (scales_TLN[rows, layer].to(torch.int32) << 16).view(torch.float32).reshape(-1, 1)
+            scale = torch.where(blocks.amin(-1, keepdim=True) == _MISSING_CODE, float("nan"), scale) / 8
+            values = (blocks.to(torch.float32) @ rotation).mul_(scale)
+            out_TLH[rows, layer] = values.view(-1, H).mul_(signs_H)
         return out_TLH
+
+
+def _pieces(tokens: int, layers: int, hidden: int, device: torch.device) -> Iterator[tuple[int, slice]]:
+    """Runs of tokens of one layer: small enough for a CPU's caches, large enough to fill a GPU."""
+    step = max(1, (_CPU_VALUES if device.type == "cpu" else _GPU_VALUES) // hidden)
+    for layer in range(layers):
+        for first in range(0, tokens, step):
+            yield layer, slice(first, first + step)
