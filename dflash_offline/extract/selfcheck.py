@@ -1,21 +1,22 @@
 """Before its first shard each worker runs one short real batch through the whole model.
 
-The captured states must be those that transformers itself calls ``hidden_states``, row by row, and the final state
-times the head that the cache stores must give the model's own next tokens. It costs one pass over a few hundred
-tokens, and catches hooks that give zeros or the neighbouring layer, rows of a batch mixed up, broken weights, and a
-cache whose head is another model's.
+The captured states must be those that transformers itself calls ``hidden_states``, row by row, and the last layer's
+output through the norm and the head that the cache stores must give the model's own next tokens. It costs one pass over
+a few hundred tokens, and catches hooks that give zeros or the neighbouring layer, rows of a batch mixed up, broken
+weights, and a cache whose head is another model's.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dflash_offline.errors import DFlashOfflineError
+from dflash_offline.target.load import final_norm
 
 if TYPE_CHECKING:
     from dflash_offline.cache import Cache
@@ -70,7 +71,12 @@ def check_target(cache: Cache, target: Target) -> None:
     ids, lengths = check_batch(cache)
     ids_RT = torch.from_numpy(ids)
     captured_RTLH = target.capture(ids_RT)
-    reference_RTLH, logits_RTV, normed_RTH = target.capture_reference(ids_RT)
+    last: list[Tensor] = []
+    hook = final_norm(target.text_model)[1].register_forward_pre_hook(lambda _module, args: last.append(args[0]))
+    try:
+        reference_RTLH, logits_RTV, _ = target.capture_reference(ids_RT)
+    finally:
+        hook.remove()
     wanted_ids = cache.manifest.identity.target_layer_ids
     expected = (*ids.shape, len(wanted_ids), cache.manifest.layout.hidden_size)
     if list(target.layer_ids) != wanted_ids or captured_RTLH.shape != expected:
@@ -78,7 +84,8 @@ def check_target(cache: Cache, target: Target) -> None:
             f"the target captures layers {list(target.layer_ids)} as {tuple(captured_RTLH.shape)}, the cache holds "
             f"layers {wanted_ids} as {expected}"
         )
-    heads = cache.heads(captured_RTLH.device)
+    heads = cache.heads(last[-1].device)
+    normed_RTH = _stored_norm(last[-1], heads["norm.weight"], cache.heads_info())
     head_VH = heads.get("lm_head.weight", heads["embed_tokens.weight"]).to(normed_RTH.dtype)
     exact = captured_RTLH.device.type == "cpu"
     checked = 0
@@ -99,8 +106,9 @@ def check_target(cache: Cache, target: Target) -> None:
         wrong = _wrong_predictions(head_VH, normed_TH, logits_TV)
         if wrong:
             raise SelfCheckFailed(
-                f"self-check: the cache's output head gives another next token than the model at {wrong} of {length} "
-                f"positions in row {row}: target/heads.safetensors is not this model's. Prepare the cache again."
+                f"self-check: the cache's norm and head give another next token than the model at {wrong} of "
+                f"{length} positions in row {row}: target/heads.safetensors is not this model's. Prepare the cache "
+                "again."
             )
     if not checked:
         raise SelfCheckFailed(
@@ -125,6 +133,13 @@ def _hint(have: Tensor, reference_TLH: Tensor, layer_ids: list[int]) -> str:
         if _relative_error(have, reference_TLH[:, place]) <= GPU_TOLERANCE:
             return f": it is that of layer {layer_id}"
     return ""
+
+
+def _stored_norm(last_RTH: Tensor, weight_H: Tensor, info: dict[str, Any]) -> Tensor:
+    """Final RMS norm (Zhang and Sennrich 2019) as the cache describes it, in the dtype of its input."""
+    last = last_RTH.float()
+    unit = last * torch.rsqrt(last.square().mean(-1, keepdim=True) + info["norm_eps"])
+    return (unit * (info["norm_offset"] + weight_H.float())).to(last_RTH.dtype)
 
 
 def _wrong_predictions(head_VH: Tensor, normed_TH: Tensor, logits_TV: Tensor) -> int:
