@@ -16,10 +16,10 @@ from torch import Tensor, nn
 class TokenWise(nn.Module):
     """Runs a token-wise module, compiled, on [tokens, H]; takes and gives [..., H]."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, backend: Any = "inductor") -> None:
         super().__init__()
         self.module = module
-        self._compiled: Any = torch.compile(module, dynamic=False, fullgraph=True)
+        self._compiled: Any = torch.compile(module, dynamic=False, fullgraph=True, backend=backend)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The module's output in the shape of its input (last dimension as the module gives it)."""
@@ -27,7 +27,7 @@ class TokenWise(nn.Module):
         return flat.reshape(*hidden.shape[:-1], flat.shape[-1])
 
 
-def compile_token_wise(layers: nn.ModuleList) -> int:
+def compile_token_wise(layers: nn.ModuleList, backend: Any = "inductor") -> int:
     """Replace every norm over H and every dense MLP of the layers by a compiled one; how many were replaced.
 
     Mixtures of experts stay as they are: how many tokens an expert gets differs from batch to batch.
@@ -37,7 +37,7 @@ def compile_token_wise(layers: nn.ModuleList) -> int:
         for name, child in list(layer.named_children()):
             if isinstance(child, TokenWise) or not _token_wise(name, child):
                 continue
-            setattr(layer, name, TokenWise(child))
+            setattr(layer, name, TokenWise(child, backend))
             count += 1
     return count
 

@@ -1,7 +1,7 @@
 """GGUF files as targets: converted once into a plain Hugging Face folder, which every later run loads.
 
 transformers reads a GGUF file slowly (SmolLM2-135M: 67 s for configuration, tokenizer and weights on one core, most of
-it parsing the vocabulary and building one table of names hundreds of times; 20 s with both remembered, as here) and may
+it parsing the vocabulary and building one table of names hundreds of times; 30 s with both remembered, as here) and may
 keep weights packed. The folder holds the dequantised weights in the compute dtype, 2 or 4 bytes a weight, and loads in
 a second. It lies under ``$DFLASH_OFFLINE_HOME/targets`` (default ``~/.cache/dflash-offline/targets``), keyed by the
 file's sha256, the dtype and the transformers version.
@@ -176,8 +176,13 @@ def _dequantised() -> dict[str, Any]:
 def _remembered_tables() -> Iterator[None]:
     """Let transformers parse the file once and build each table of names once, where it does so many times."""
     import gguf
+    from transformers import modeling_gguf_pytorch_utils as library
 
     reader = functools.cache(gguf.GGUFReader)
     names = functools.cache(gguf.get_tensor_name_map)
-    with patch.object(gguf, "GGUFReader", reader), patch.object(gguf, "get_tensor_name_map", names):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.object(gguf, "GGUFReader", reader))
+        stack.enter_context(patch.object(gguf, "get_tensor_name_map", names))
+        if hasattr(library, "tqdm"):  # its bar does not heed the library's own setting
+            stack.enter_context(patch.object(library, "tqdm", functools.partial(library.tqdm, disable=True)))
         yield

@@ -29,16 +29,19 @@ def download_folder(cfg: TargetConfig) -> tuple[Path, str]:
 
 def download_gguf(cfg: TargetConfig) -> tuple[Path, str]:
     """Local file and commit of a GGUF file on the hub, named owner/name/file.gguf; raises as `download_folder`."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import snapshot_download
 
     parts = cfg.model.split("/")
-    if len(parts) < 3:
+    if len(parts) < 3 or Path(parts[0]).is_dir():
         raise UsageError(f"target {cfg.model}: no such file; on the hub, write it as owner/name/file.gguf")
+    repository, file = "/".join(parts[:2]), "/".join(parts[2:])
     try:
-        file = Path(hf_hub_download("/".join(parts[:2]), "/".join(parts[2:]), revision=cfg.revision))
+        folder = Path(snapshot_download(repository, revision=cfg.revision, allow_patterns=[file]))
     except Exception as error:
         raise _hub_error(cfg, error) from error
-    return file, file.parts[-1 - len(parts[2:])]
+    if not (folder / file).is_file():
+        raise UsageError(f"target {cfg.model}: the hub's {repository} holds no file {file}")
+    return folder / file, folder.name
 
 
 def _hub_error(cfg: TargetConfig, error: Exception) -> DFlashOfflineError:

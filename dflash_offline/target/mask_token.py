@@ -12,7 +12,7 @@ from typing import Any
 from dflash_offline.errors import UsageError
 
 _RESERVED_NAME = re.compile(
-    r"<\|?(reserved|unused|extra_id|extra|dummy|placeholder)[_ ]?[a-z_]*[_ ]?\d*\|?>|<empty_output>|\[unused_?\d+\]",
+    r"<\|?(reserved|unused|extra_id|dummy|placeholder)([_ ][a-z_ ]*)?\d*\|?>|<empty_output>|\[unused_?\d+\]",
     re.IGNORECASE,
 )
 

@@ -1,0 +1,170 @@
+"""Captured states are the target's own, of every family, and cost no more than they must."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from dflash_offline.config import TargetConfig
+from dflash_offline.errors import DFlashOfflineError, UsageError
+from dflash_offline.target import load_target
+from dflash_offline.target.compiled import TokenWise, compile_token_wise
+from tests.tiny_models import FAMILIES
+
+ROWS, TOKENS = 3, 37
+
+
+def loaded(folder, layer_ids=None, dtype="float32", **options):
+    return load_target(TargetConfig(model=str(folder), dtype=dtype, **options), layer_ids=layer_ids)
+
+
+def token_ids(seed: int = 0, rows: int = ROWS, tokens: int = TOKENS) -> torch.Tensor:
+    return torch.randint(0, 512, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_states_equal_output_hidden_states_bit_for_bit(tiny, family, dtype):
+    target = loaded(tiny(family), [0, 2, 3], dtype=dtype)
+    ids = token_ids()
+    captured = target.capture(ids)
+    reference, _logits, _normed = target.capture_reference(ids)
+    assert captured.shape == (ROWS, TOKENS, 3, 64) and captured.dtype == getattr(torch, dtype)
+    assert torch.equal(captured, reference)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layer_ids_mean_outputs_of_layers_as_plain_transformers_numbers_them(tiny, family):
+    from transformers import AutoModelForCausalLM
+
+    target = loaded(tiny(family), [0, 1, 2])
+    whole = AutoModelForCausalLM.from_pretrained(tiny(family)).eval()  # the vision shell too, where there is one
+    ids = token_ids()
+    with torch.no_grad():
+        output = whole(input_ids=ids, output_hidden_states=True, use_cache=False)
+    captured = target.capture(ids)
+    for index in range(3):
+        assert torch.equal(captured[:, :, index], output.hidden_states[index + 1])
+    assert torch.equal(target.capture_reference(ids)[1], output.logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_and_other_rows_change_nothing(tiny, family):
+    target = loaded(tiny(family), [0, 2, 3])
+    lengths = [37, 20, 9]
+    first, second = token_ids(1), token_ids(2)
+    for row, length in enumerate(lengths):
+        second[row, :length] = first[row, :length]
+    a, b = target.capture(first), target.capture(second)
+    assert not torch.equal(a[1, 20:], b[1, 20:])
+    for row, length in enumerate(lengths):
+        assert torch.equal(a[row, :length], b[row, :length]), "what is padded reaches real tokens"
+        single = target.capture(first[row : row + 1, :length])[0]
+        worst = (single - a[row, :length]).norm(dim=-1) / a[row, :length].norm(dim=-1)
+        assert worst.max() < 1e-5, f"row {row} alone differs"
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3-nested", "qwen3.5-nested", "qwen3-moe"])
+def test_capture_runs_neither_later_layers_nor_norm_nor_head(tiny, family):
+    target = loaded(tiny(family), [0, 1])
+    ids = token_ids()
+    before = target.capture(ids)
+    ran = []
+    for name, module in target.model.named_modules():
+        if name in ("lm_head", "model.norm", "model.layers.2", "model.layers.3"):
+            module.register_forward_hook(lambda _m, _a, _o, name=name: ran.append(name))
+    assert torch.equal(target.capture(ids), before) and ran == []
+    target.capture_reference(ids)
+    assert set(ran) == {"lm_head", "model.norm", "model.layers.2", "model.layers.3"}
+
+
+def test_without_stopping_early_the_states_are_the_same(tiny):
+    cfg = TargetConfig(model=str(tiny("qwen3")), dtype="float32", layer_ids=[0, 2])
+    ids = token_ids()
+    assert torch.equal(load_target(cfg, stop_early=False).capture(ids), load_target(cfg).capture(ids))
+
+
+def test_released_targets_still_capture(tiny):
+    target = loaded(tiny("qwen3.5-nested"), [0, 1])
+    ids = token_ids()
+    before, heads = target.capture(ids), target.heads_info()
+    target.release_unused()
+    assert torch.equal(target.capture(ids), before) and target.heads_info() == heads
+
+
+def test_capture_leaves_no_hooks_behind(tiny):
+    target = loaded(tiny("llama"), [0, 2])
+    target.capture(token_ids())
+    with target.capturing():
+        pass
+    with pytest.raises(RuntimeError), target.capturing():
+        raise RuntimeError
+    assert not any(module._forward_hooks for module in target.text_model.layers)
+
+
+@pytest.mark.parametrize("bad", [-1, 512])
+def test_token_ids_outside_the_vocabulary_are_refused(tiny, bad):
+    ids = token_ids()
+    ids[1, 5] = bad
+    with pytest.raises(DFlashOfflineError, match=f"token id {bad} is outside .* 512"):
+        loaded(tiny("llama"), [0]).capture(ids)
+
+
+@pytest.mark.parametrize("layer_ids, complaint", [([0, 4], "layer id 4 .* 0 to 3"), ([2, 1], r"write \[1, 2\]")])
+def test_bad_layer_ids_are_refused(tiny, layer_ids, complaint):
+    with pytest.raises(UsageError, match=complaint):
+        loaded(tiny("llama"), layer_ids)
+    with pytest.raises(UsageError, match=complaint):
+        load_target(TargetConfig(model=str(tiny("llama")), layer_ids=layer_ids))
+
+
+def test_missing_weights_are_refused(tiny, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(tiny("llama") / "model.safetensors")
+    del weights["model.layers.2.mlp.up_proj.weight"]
+    (tmp_path / "config.json").write_bytes((tiny("llama") / "config.json").read_bytes())
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DFlashOfflineError, match=r"1 weights are missing .* model.layers.2.mlp.up_proj.weight"):
+        loaded(tmp_path, [0])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3.5-nested"])
+def test_decoding_with_a_cache_gives_the_states_and_logits_of_one_pass(tiny, family):
+    target = loaded(tiny(family), [0, 2, 3])
+    ids = token_ids(rows=1)
+    reference, logits, _ = target.capture_reference(ids)
+    cache = target.new_cache()
+    pieces = [target.forward_decode(piece, cache) for piece in ids.split([20, 1, 1, 15], dim=1)]
+    torch.testing.assert_close(torch.cat([piece[0] for piece in pieces], 1), logits, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(torch.cat([piece[1] for piece in pieces], 1), reference, rtol=1e-3, atol=1e-3)
+
+
+def test_capturing_before_any_pass_says_so(tiny):
+    with loaded(tiny("llama"), [0]).capturing() as states, pytest.raises(DFlashOfflineError, match="has not run"):
+        states.stacked()
+
+
+@pytest.mark.parametrize("family, parts", [("llama", 12), ("gemma3", 30), ("qwen3.5-nested", 12), ("qwen3-moe", 8)])
+def test_compiled_parts_are_the_token_wise_ones_and_one_graph_serves_all_layers(tiny, family, parts):
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    target = loaded(tiny(family), [0, 3])
+    ids = token_ids()
+    before = target.capture(ids)
+    layers = copy.copy(target.text_model.layers)
+    assert compile_token_wise(layers, backend=backend) == parts
+    assert compile_token_wise(layers, backend=backend) == 0
+    assert sum(isinstance(module, TokenWise) for module in target.text_model.modules()) == parts
+    torch.testing.assert_close(target.capture(ids), before, rtol=1e-5, atol=1e-5)
+    target.capture(ids.reshape(-1)[: 3 * 36].reshape(4, 27))  # another number of tokens compiles anew ...
+    made = len(graphs)
+    target.capture(ids.reshape(-1)[: 3 * 36].reshape(2, 54))  # ... another shape of the same number does not
+    assert len(graphs) == made <= 2 * 3
