@@ -208,6 +208,8 @@ class _Run:
         with bar, _recompiling_is_an_error(self.device):
             if self.evaluation_due:  # the run was stopped before or in the middle of it
                 self._evaluate(self.first_step, stopped)
+                if self.evaluation_due:
+                    raise Interrupted(f"evaluation of step {self.first_step} was stopped; the same command goes on")
             self.interval.resume()
             for done in range(self.first_step + 1, self.total_steps + 1):
                 self._one_step(done - 1)
