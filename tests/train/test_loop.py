@@ -240,10 +240,12 @@ def test_stopping_and_going_on_gives_the_curve_of_an_undisturbed_run(small_cache
     train(make_recipe(small_cache, tmp_path / "whole"), progress=False)
 
     class AtRandom(threading.Event):
-        """Set whenever it likes: between steps, before and within evaluations."""
+        """Sets itself when looked at: between steps, before and within evaluations."""
 
         def is_set(self):
-            return rng.random() < 0.3
+            if rng.random() < 0.3:
+                self.set()
+            return super().is_set()
 
     recipe, stops, rng = make_recipe(small_cache, tmp_path / "cut"), 0, random.Random(0)
     while True:
