@@ -11,38 +11,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from results import result, write_results
 
+from dflash_offline.config import TargetConfig
+from dflash_offline.target import load_target
 
-def judge(drafter: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Decoded and replayed acceptance of one drafter folder."""
-    from dflash_offline.cache import Cache
-    from dflash_offline.config import TargetConfig
+
+def judge(drafter: Path, target: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """The evaluator's report on one drafter folder."""
     from dflash_offline.evaluate import evaluate
-    from dflash_offline.export import load_drafter
-    from dflash_offline.replay import replayed_acceptance
 
-    began = time.monotonic()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, _ = load_drafter(drafter, device=device)
-    cache = Cache.open(options.eval_cache)
-    replayed = replayed_acceptance(cache, model, samples=list(range(len(cache.samples["row"]))))
-    del model
-    decoded = evaluate(
+    return evaluate(
         drafter,
-        target=TargetConfig(model=options.target, tokenizer=options.tokenizer, dtype="bfloat16"),
+        target=target,
         cache=options.eval_cache,
         count=options.count,
         max_new_tokens=options.max_new_tokens,
         out=options.scratch / f"{drafter.parent.name}-{drafter.name}.json",
-        progress=False,
     )
-    return {"replayed": replayed, "decoded": decoded, "seconds": time.monotonic() - began}
 
 
 def main() -> None:
@@ -63,9 +53,13 @@ def main() -> None:
     options.scratch.mkdir(parents=True, exist_ok=True)
     ours = json.loads((options.ours / "result.json").read_text())
     theirs = json.loads((options.specforge / "training.json").read_text())
-    judged = {"ours": judge(options.ours / "drafter", options), "specforge": judge(options.specforge, options)}
-    tau = {side: found["decoded"]["acceptance_length"] for side, found in judged.items()}
-    replayed = {side: found["replayed"]["acceptance_length"] for side, found in judged.items()}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    settings = TargetConfig(model=options.target, tokenizer=options.tokenizer, dtype="bfloat16")
+    target = load_target(settings, device, stop_early=False)
+    folders = {"ours": options.ours / "drafter", "specforge": options.specforge}
+    judged = {side: judge(folder, target, options) for side, folder in folders.items()}
+    tau = {side: report["acceptance_length"] for side, report in judged.items()}
+    replayed = {side: report["replayed"]["acceptance_length"] for side, report in judged.items()}
     entries = [
         result(
             "tau_smollm2_ce",
@@ -73,25 +67,20 @@ def main() -> None:
             "tokens a round, decoded",
             tau,
             replayed=replayed,
-            standard_error={
-                side: found["decoded"].get("acceptance_length_se", found["replayed"]["acceptance_length_se"])
-                for side, found in judged.items()
-            },
-            by_position={side: found["decoded"].get("acceptance_by_position") for side, found in judged.items()},
+            standard_error={side: report["acceptance_length_se"] for side, report in judged.items()},
+            by_position={side: report["acceptance_by_position"] for side, report in judged.items()},
+            speed_up={side: report["speed_up"] for side, report in judged.items()},
             prompts=options.count,
-            lossless={side: found["decoded"].get("lossless") for side, found in judged.items()},
+            identical_share={side: report.get("identical_share") for side, report in judged.items()},
             steps={"ours": ours["trained"].get("steps"), "specforge": theirs["steps"]},
             seed={"ours": ours["seed"], "specforge": theirs["seed"]},
         )
     ]
     more = {"shared_gpu": options.shared_gpu}
     trained = ours["trained"]
-    rate = trained.get("tokens_per_second") or trained.get("tokens_per_s")
-    if rate is None and trained.get("tokens"):
-        rate = trained["tokens"] / ours["train_s"]
-    if rate:
-        sides = {"ours": float(rate), "specforge": theirs["tokens_per_s"]}
-        entries.append(result("smollm2_train_tokens_per_s", float(rate), "context tokens/s", sides, trained=trained))
+    rate = trained["tokens_per_second"]
+    sides = {"ours": rate, "specforge": theirs["tokens_per_s"]}
+    entries.append(result("smollm2_train_tokens_per_s", rate, "context tokens/s", sides, trained=trained))
     if options.extraction:
         extraction = json.loads(options.extraction.read_text())
         entries.append(

@@ -38,7 +38,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     copied = [int(part) for part in options.layers.split(",")]
-    target = load_target(TargetConfig(model=options.target, tokenizer=options.tokenizer, dtype="float32"))
+    settings = TargetConfig(model=options.target, tokenizer=options.tokenizer, dtype="float32")
+    target = load_target(settings, stop_early=False)
     recipe = merge(tomllib.loads(RECIPE.read_text()), {"drafter.num_layers": len(copied)})
     layer_ids = [int(part) for part in options.layer_ids.split(",")]
     config = target.config.to_dict()
