@@ -15,6 +15,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import shutil
 import struct
 import tempfile
@@ -25,6 +26,8 @@ from typing import Any, BinaryIO
 from unittest.mock import patch
 
 from dflash_offline.errors import DFlashOfflineError, UsageError
+from dflash_offline.target.quiet import quiet_transformers
+from dflash_offline.target.rope import rope_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +68,13 @@ def converted_folder(path: Path, sha256: str, dtype: str) -> tuple[GgufSource, P
     folder = home_folder() / "targets" / name
     if not folder.is_dir():
         _require_gguf(path)
+        header = read_header(path)
         folder.parent.mkdir(parents=True, exist_ok=True)
         logger.info("converting %s into %s (once)", path, folder)
         scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
         try:
-            _convert(path, dtype, scratch)
-            source = {"file": path.name, "sha256": sha256, "quantization": file_type(path)}
+            _convert(path, header, dtype, scratch)
+            source = {"file": path.name, "sha256": sha256, "quantization": header.quantization}
             (scratch / "source.json").write_text(json.dumps(source, indent=1))
             with contextlib.suppress(OSError):  # another process was first; its folder holds the same
                 os.rename(scratch, folder)
@@ -82,26 +86,48 @@ def converted_folder(path: Path, sha256: str, dtype: str) -> tuple[GgufSource, P
     return GgufSource(path, sha256, f"{stored['quantization']} dequantised"), folder
 
 
-def file_type(path: Path) -> str:
-    """Name of the file's main quantisation, e.g. ``Q4_1``, from its header alone.
+@dataclass(frozen=True)
+class GgufHeader:
+    """A GGUF file's metadata (arrays left out) and the names of its tensors."""
+
+    metadata: dict[str, Any]
+    tensors: list[str]
+
+    def of_model(self, key: str) -> Any:
+        """A value under the architecture's own prefix, None where the file does not state it."""
+        return self.metadata.get(f"{self.metadata.get('general.architecture')}.{key}")
+
+    @property
+    def quantization(self) -> str:
+        """Name of the main quantisation, e.g. ``Q4_1``."""
+        from gguf import LlamaFileType
+
+        number = self.metadata.get("general.file_type")
+        return "unknown" if number is None else re.sub("^(MOSTLY|ALL)_", "", LlamaFileType(int(number)).name)
+
+
+def read_header(path: Path) -> GgufHeader:
+    """Read a GGUF file's header; the vocabulary is passed over, so that this takes well under a second.
 
     Raises:
-        DFlashOfflineError: the header is cut short.
+        DFlashOfflineError: the header is cut short or of an unknown kind.
     """
-    from gguf import LlamaFileType
-
     try:
         with path.open("rb") as file:
             file.seek(4)
-            _version, _tensors, keys = struct.unpack("<IQQ", file.read(20))
-            for _ in range(keys):
+            _version, num_tensors, num_keys = struct.unpack("<IQQ", file.read(20))
+            metadata = {}
+            for _ in range(num_keys):
                 key = _read_string(file)
-                value = _read_value(file, struct.unpack("<I", file.read(4))[0])
-                if key == "general.file_type":
-                    return LlamaFileType(int(value)).name.removeprefix("MOSTLY_").removeprefix("ALL_")
-    except (struct.error, ValueError) as error:
-        raise DFlashOfflineError(f"{path}: the GGUF header is damaged ({error})") from error
-    return "unknown"
+                metadata[key] = _read_value(file, struct.unpack("<I", file.read(4))[0])
+            tensors = []
+            for _ in range(num_tensors):
+                tensors.append(_read_string(file))
+                dimensions = struct.unpack("<I", file.read(4))[0]
+                file.seek(8 * dimensions + 4 + 8, os.SEEK_CUR)  # sizes, type, offset
+    except (struct.error, ValueError, OverflowError, MemoryError) as error:
+        raise DFlashOfflineError(f"{path}: the GGUF header is damaged ({error}); fetch the file again") from error
+    return GgufHeader({key: value for key, value in metadata.items() if value is not None}, tensors)
 
 
 def _read_string(file: BinaryIO) -> str:
@@ -134,24 +160,33 @@ def _require_gguf(path: Path) -> None:
         )
 
 
-def _convert(path: Path, dtype: str, out: Path) -> None:
+def _convert(path: Path, header: GgufHeader, dtype: str, out: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    from dflash_offline.target.quiet import quiet_transformers
 
     options: dict[str, Any] = {"gguf_file": path.name}
     with quiet_transformers(), _remembered_tables():
         try:
             config = AutoConfig.from_pretrained(path.parent, **options)
-            model = AutoModelForCausalLM.from_pretrained(
-                path.parent, config=config, dtype=torch.float32, **options, **_dequantised()
+            _mend(config, header, path)
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path.parent,
+                config=config,
+                dtype=torch.float32,
+                output_loading_info=True,
+                **options,
+                **_dequantised(),
             )
             tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)
-        except (ValueError, NotImplementedError, KeyError) as error:
+        except (ValueError, RuntimeError, NotImplementedError, KeyError) as error:
             raise UsageError(
                 f"target {path}: transformers cannot read this GGUF file ({error}); give the original folder instead"
             ) from error
+        if info["missing_keys"]:
+            raise DFlashOfflineError(
+                f"target {path}: the file lacks {len(info['missing_keys'])} weights, e.g. {min(info['missing_keys'])}; "
+                "give the original folder instead"
+            )
         for name in ("hf_quantizer", "quantization_method"):
             if getattr(model, name, None) is not None:
                 delattr(model, name)
@@ -162,6 +197,23 @@ def _convert(path: Path, dtype: str, out: Path) -> None:
             raise DFlashOfflineError(f"target {path}: weight {packed[0]} stayed packed; it cannot serve as a target")
         model.to(getattr(torch, dtype)).save_pretrained(out)
         tokenizer.save_pretrained(out)
+
+
+def _mend(config: Any, header: GgufHeader, path: Path) -> None:
+    """Put into a configuration what transformers leaves out of it, or refuse what cannot be put in.
+
+    It reads no head size for some families (Qwen3: every file is taken to have 128) and no rope scaling for any, which
+    would give wrong hidden states without an error.
+    """
+    head_dim = header.of_model("attention.key_length")
+    if head_dim is not None and getattr(config, "head_dim", head_dim) not in (head_dim, None):
+        config.head_dim = int(head_dim)
+    scaled = "rope_freqs.weight" in header.tensors or header.of_model("rope.scaling.type") not in (None, "none")
+    if scaled and rope_of(config)[1]["rope_type"] == "default":
+        raise UsageError(
+            f"target {path}: the file scales its rotary positions, which transformers does not read from GGUF files; "
+            "give the original folder instead"
+        )
 
 
 def _dequantised() -> dict[str, Any]:

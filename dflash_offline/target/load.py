@@ -69,14 +69,18 @@ def load_causal_lm(
     try:
         with quiet_transformers():
             model, info = kind.from_pretrained(resolved.folder, **options)
+    except RuntimeError as error:
+        raise DFlashOfflineError(
+            f"target {settings.model}: weights in {resolved.folder} do not fit its config.json ({error}); the folder "
+            "is incomplete, or its config.json belongs to another model"
+        ) from error
     except (ImportError, ValueError) as error:
         raise UsageError(f"target {settings.model} could not be loaded: {error}") from error
     missing = sorted(info["missing_keys"])
-    if missing or info["mismatched_keys"]:
-        wrong = missing or [str(item) for item in info["mismatched_keys"]]
+    if missing:
         raise DFlashOfflineError(
-            f"target {settings.model}: {len(wrong)} weights are missing from {resolved.folder} or have another shape, "
-            f"e.g. {wrong[0]}; the folder is incomplete, or its config.json belongs to another model"
+            f"target {settings.model}: {len(missing)} weights are missing from {resolved.folder}, e.g. {missing[0]}; "
+            "the folder is incomplete, or its config.json belongs to another model"
         )
     _warn_slow(config, device)
     return model.to(device).eval()

@@ -168,3 +168,14 @@ def test_compiled_parts_are_the_token_wise_ones_and_one_graph_serves_all_layers(
     made = len(graphs)
     target.capture(ids.reshape(-1)[: 3 * 36].reshape(2, 54))  # ... another shape of the same number does not
     assert len(graphs) == made <= 2 * 3
+
+
+def test_weights_of_another_shape_are_refused(tiny, tmp_path):
+    import json
+    import shutil
+
+    folder = shutil.copytree(tiny("llama"), tmp_path / "other")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    with pytest.raises(DFlashOfflineError, match=r"do not fit its config\.json"):
+        loaded(folder, [0])

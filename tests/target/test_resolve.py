@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -75,20 +72,19 @@ def test_pickled_weights_are_never_read(tiny, tmp_path):
         resolved(tmp_path).identity()
 
 
-def test_a_hub_revision_is_pinned_to_its_commit(tiny, tmp_path):
+def test_a_hub_revision_is_pinned_to_its_commit(tiny, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
     commit = "0123456789abcdef0123456789abcdef01234567"
-    repository = tmp_path / "hub" / "models--someone--tiny"
+    repository = tmp_path / "models--someone--tiny"
     shutil.copytree(tiny("llama"), repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs" / "v1").write_text(commit)
-    code = (
-        "from dflash_offline.config import TargetConfig; from dflash_offline.target import resolve_target\n"
-        "identity = resolve_target(TargetConfig(model='someone/tiny', revision='v1')).identity()\n"
-        "print(identity.model, identity.revision)"
-    )
-    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert done.stdout.split() == ["someone/tiny", commit], done.stderr
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    target = resolved("someone/tiny", revision="v1")
+    assert (target.identity().model, target.identity().revision) == ("someone/tiny", commit)
+    assert target.identity().weights == resolved(tiny("llama")).identity().weights
 
 
 @pytest.mark.parametrize(
