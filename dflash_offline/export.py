@@ -53,7 +53,7 @@ def export_drafter(source: Path | str, out: Path | str, *, dtype: str = "bfloat1
         raise UsageError(f"dtype {dtype!r}: a drafter is exported as {' or '.join(DTYPES)}")
     checkpoint = open_checkpoint(source)
     shape = checkpoint.shape()
-    target = _target_facts(checkpoint)
+    target = checkpoint.state["target"]
     check_rope(shape, target["config"])
     weights = checkpoint.weights()
     _check_tensors(shape, weights, checkpoint.path)
@@ -205,30 +205,10 @@ def _check_tensors(shape: DrafterShape, tensors: dict[str, Tensor], where: Path)
         )
 
 
-def _target_facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What export needs of the target, from the cache that the run was trained on: config, heads_info, identity."""
-    from dflash_offline.cache import Cache
-
-    stored = checkpoint.state.get("target")
-    if stored is not None:
-        return stored
-    recipe = checkpoint.path.parent.parent / "recipe.json"
-    if not recipe.is_file():
-        raise DFlashOfflineError(
-            f"{checkpoint.path}: the run's recipe.json is not beside its checkpoints folder; export from inside the run"
-        )
-    cache = Cache.open(Path(json.loads(recipe.read_text())["cache"]))
-    return {
-        "config": cache.target_config(),
-        "heads_info": cache.heads_info(),
-        "identity": cache.manifest.identity.target.model_dump(),
-    }
-
-
 def _provenance(checkpoint: Checkpoint, target: dict[str, Any], dtype: str) -> dict[str, Any]:
     from importlib.metadata import version
 
-    identity = target.get("identity") or {}
+    identity = target["identity"]
     return {
         "format": "dflash-offline drafter",
         "format_version": 1,

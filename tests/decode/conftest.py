@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_drafters import load, trained
-from tiny_models import tiny_gemma3, tiny_llama, tiny_qwen3_5
+
+from tests.decode.tiny_drafters import load, trained
+from tests.tiny_models import tiny_gemma3, tiny_llama, tiny_qwen3_5
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -44,4 +45,4 @@ def qwen3_5(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def qwen3_5_drafter(qwen3_5):
-    return trained(qwen3_5)
+    return trained(qwen3_5, steps=20)

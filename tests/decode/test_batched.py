@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tiny_drafters import prompts_for
 
 from dflash_offline.decode import plain_generate, speculative_generate
 from dflash_offline.decode.batched import batched_generate, supports_batches
 from dflash_offline.errors import UsageError
+from tests.decode.tiny_drafters import prompts_for
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

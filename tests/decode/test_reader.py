@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_drafters import BLOCK, prompts_for, shape_for, train_drafter, trained
 
 from dflash_offline.config import TargetConfig
 from dflash_offline.decode import speculative_generate
@@ -16,6 +15,7 @@ from dflash_offline.drafter.mask import build_attention_mask
 from dflash_offline.drafter.model import DFlashDrafter
 from dflash_offline.export import exported_config, load_drafter, write_drafter_folder
 from dflash_offline.target import load_target
+from tests.decode.tiny_drafters import BLOCK, prompts_for, shape_for, train_drafter, trained
 
 reader = pytest.importorskip("dflash.model", reason="make installs dflash==0.1.0")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -6,14 +6,14 @@ import math
 
 import pytest
 import torch
-from tiny_drafters import load, shape_for
-from tiny_models import tiny_llama
 
 from dflash_offline.decode import Sampling, speculative_generate
 from dflash_offline.decode.batched import batched_generate
 from dflash_offline.decode.sampling import probabilities, verify_sampled
 from dflash_offline.drafter.model import DFlashDrafter
 from dflash_offline.errors import UsageError
+from tests.decode.tiny_drafters import load, shape_for
+from tests.tiny_models import tiny_llama
 
 
 def fits(counts: torch.Tensor, expected: torch.Tensor) -> bool:

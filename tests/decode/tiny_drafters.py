@@ -66,7 +66,7 @@ def train_drafter(
     target: Target,
     shape: DrafterShape,
     texts: list[list[int]],
-    steps: int = 100,
+    steps: int = 60,
     learning_rate: float = 4e-3,
     first: int = 0,
     anchors_per_text: int = 12,
@@ -84,7 +84,10 @@ def train_drafter(
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=learning_rate, weight_decay=0.0)
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
-        anchors = first + (torch.rand((len(texts), anchors_per_text), generator=generator) * (ends - 1 - first)[:, None]).long()
+        anchors = (
+            first
+            + (torch.rand((len(texts), anchors_per_text), generator=generator) * (ends - 1 - first)[:, None]).long()
+        )
         anchors = anchors.sort(dim=1).values
         keep, zeros = torch.ones_like(anchors, dtype=torch.bool), torch.zeros_like(anchors)
         embeds = heads.embed(block_token_ids(ids, anchors, BLOCK, shape.mask_token_id))
@@ -99,11 +102,11 @@ def train_drafter(
     return drafter.eval().requires_grad_(False)
 
 
-def trained(target: Target, **changes) -> DFlashDrafter:
+def trained(target: Target, steps: int = 60, **changes) -> DFlashDrafter:
     """A drafter trained on what ``target`` writes after :func:`prompts_for`."""
     prompts = prompts_for()
     texts = [p + written for p, written in zip(prompts, written_by(target, prompts, LEARNT), strict=True)]
-    return train_drafter(target, shape_for(target, **changes), texts)
+    return train_drafter(target, shape_for(target, **changes), texts, steps)
 
 
 def written_by(target: Target, prompts: list[list[int]], count: int) -> list[list[int]]:
