@@ -65,7 +65,7 @@ FAST = {**TWELVE, **per_step(16), "optimizer.learning_rate": 2e-3, "optimizer.be
 BEST_GUESS = {**FAST, "loss.name": "d-pace"}
 
 VARIANTS: dict[str, Variant] = {
-    "plain": Variant({}, "0 (2.54)", "the recipe of measured.md: 6 epochs, 64 conversations a step, 6e-4"),
+    "plain": Variant({}, "0 (2.54)", "the plain recipe: 6 epochs, 64 conversations a step, 6e-4"),
     "12ep-b16-2e-3": Variant(
         FAST, "+0.6", "eight times the updates and three times the rate: the two things it lacks at once"
     ),
