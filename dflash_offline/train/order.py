@@ -28,7 +28,7 @@ import numpy as np
 from dflash_offline.errors import DFlashOfflineError
 from dflash_offline.train.rows import check_capacities, pack_streams
 
-MIN_ROWS_PER_LANE = 8
+MIN_ROWS_PER_LANE = 32
 
 
 def random_words(count: int, *key: int) -> np.ndarray:
@@ -37,11 +37,14 @@ def random_words(count: int, *key: int) -> np.ndarray:
 
 
 def choose_lanes(wanted: int, shards: int, tokens: int, context_tokens: int) -> int:
-    """Lanes of a run: ``wanted``, fewer for small corpora.
+    """Lanes of a run: the largest divisor of ``wanted`` that the corpus fills.
 
-    Each lane has a shard at least, and ``MIN_ROWS_PER_LANE`` full rows or so an epoch: its last row is only part full.
+    A lane needs a shard, and ``MIN_ROWS_PER_LANE`` full rows an epoch: its last row is only part full, and few shards
+    of like lengths pack badly (2 M tokens in rows of 4096: 24 lanes fill 91 %, 12 fill 94 %, 4 fill 97 %). A divisor,
+    so that as many numbers of replicas as possible get equal shares.
     """
-    return max(1, min(wanted, shards, tokens // (MIN_ROWS_PER_LANE * context_tokens)))
+    most = max(1, min(wanted, shards, tokens // (MIN_ROWS_PER_LANE * context_tokens)))
+    return next(lanes for lanes in range(most, 0, -1) if wanted % lanes == 0)
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ class TrainingOrder:
         context_tokens: Tokens of a row.
         anchor_slots: Draft blocks of a row.
         rows_per_step: Rows of an optimizer step.
-        lanes: Lanes wanted; see :func:`choose_lanes`.
+        lanes: Lanes; :func:`choose_lanes` says how many are sensible.
         window_shards: Shards of a lane mixed together.
         seed: Seed of the order.
 
@@ -135,7 +138,7 @@ class TrainingOrder:
         self.context_tokens, self.anchor_slots = context_tokens, anchor_slots
         self.rows_per_step, self.window_shards, self.seed = rows_per_step, window_shards, seed
         self.shards, self._shard_number = np.unique(np.asarray(shard, dtype=np.int64), return_inverse=True)
-        self.lanes = choose_lanes(lanes, len(self.shards), int(self.lengths.sum()), context_tokens)
+        self.lanes = lanes
         dealt = np.argsort(random_words(len(self.shards), seed, 0), kind="stable")
         self._lane_of_shard = np.empty(len(self.shards), dtype=np.int64)
         self._lane_of_shard[dealt] = np.arange(len(self.shards)) % self.lanes

@@ -17,7 +17,7 @@ from dflash_offline.errors import DFlashOfflineError, UsageError
 from dflash_offline.train.batch import RowLayout
 from dflash_offline.train.feed import ShardReader, epoch_rows, peak_shard_bytes, plan_epoch
 from dflash_offline.train.heldout import HeldoutRows, heldout_rows
-from dflash_offline.train.order import Schedule, TrainingOrder
+from dflash_offline.train.order import Schedule, TrainingOrder, choose_lanes
 from dflash_offline.train.rows import default_anchor_slots, document_blocks
 from dflash_offline.train.shard_store import available_memory
 
@@ -159,7 +159,9 @@ def plan_run(recipe: TrainRecipe, cache: Cache) -> RunPlan:
         context_tokens=rows.context_tokens,
         anchor_slots=slots,
         rows_per_step=rows.rows_per_step,
-        lanes=rows.lanes,
+        lanes=choose_lanes(
+            rows.lanes, len(np.unique(samples.shard[index])), int(lengths[index].sum()), rows.context_tokens
+        ),
         window_shards=rows.window_shards,
         seed=recipe.training.seed,
     )

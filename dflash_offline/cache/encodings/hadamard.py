@@ -7,6 +7,8 @@ over 64 values, so one scale serves all of them: relative error 0.005 where one 
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -37,11 +39,13 @@ def hadamard_matrix() -> np.ndarray:
     return np.where(shared % 2, np.float32(-1), np.float32(1))
 
 
+@functools.lru_cache(maxsize=16)  # a copy to the device waits for it: once, not once a decoded row
 def hadamard_on(device: torch.device) -> Tensor:
     """:func:`hadamard_matrix` as a float32 tensor on ``device``."""
     return torch.from_numpy(hadamard_matrix()).to(device)
 
 
+@functools.lru_cache(maxsize=16)
 def signs_on(seed: int, hidden_size: int, device: torch.device) -> Tensor:
     """:func:`sign_vector` as a float32 tensor on ``device``."""
     return torch.from_numpy(sign_vector(seed, hidden_size)).to(device)
