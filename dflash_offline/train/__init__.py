@@ -1,8 +1,8 @@
 """Stage two: drafters trained from a cache, as often as wanted, without the target.
 
-In reading order: ``rows`` and ``order`` (which documents share a row and a step; pure), ``setup`` (what a run is made of),
-``shard_store``, ``batch`` and ``feed`` (rows from shards), ``step`` and ``optimizer`` (arithmetic), ``interval`` and
-``metrics`` (run log), ``heldout`` (evaluation), ``checkpoint`` and ``run_folder``, ``loop``. Importing this package
+In reading order: ``rows`` and ``order`` (which documents share a row and a step; pure), ``setup`` (what a run is made
+of), ``shard_store``, ``batch`` and ``feed`` (rows from shards), ``step`` and ``optimizer`` (arithmetic), ``interval``
+and ``metrics`` (run log), ``heldout`` (evaluation), ``checkpoint`` and ``run_folder``, ``loop``. Importing this package
 imports no torch.
 """
 

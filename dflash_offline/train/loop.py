@@ -1,8 +1,8 @@
 """Training a drafter from a cache on one device.
 
-A run is a folder: started again it goes on from its newest complete checkpoint, and on a CPU with fixed threads its loss
-curve is then the same, bit for bit, as without the interruption. A SIGINT or SIGTERM ends the step in flight, writes a
-checkpoint and raises :class:`~dflash_offline.errors.Interrupted`. The device is never waited for between log entries.
+A run is a folder: started again it goes on from its newest complete checkpoint, and on a CPU with fixed threads its
+loss curve is then the same, bit for bit, as without the interruption. A SIGINT or SIGTERM ends the step in flight,
+writes a checkpoint and raises :class:`~dflash_offline.errors.Interrupted`. The device is never waited for between log entries.
 """
 
 from __future__ import annotations
