@@ -16,11 +16,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pydantic_core import from_json
+
 from dflash_offline.errors import DFlashOfflineError
 
 TEMPORARY_PREFIX = ".tmp-"
 SELF_KEY = "self_sha256"
 _BLANK = "0" * 64
+_SEAL = f'"{SELF_KEY}": "'.encode()
 
 
 class DamagedFile(DFlashOfflineError):
@@ -72,18 +75,17 @@ def load_sealed(data: bytes, what: str) -> dict[str, Any]:
     Raises:
         DamagedFile: it is not JSON, has no checksum, or does not match it.
     """
-    try:
-        obj = json.loads(data)
-        digest = obj[SELF_KEY]
-        sealed = isinstance(digest, str) and len(digest) == 64
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedFile(f"{what} is damaged: not JSON with a {SELF_KEY} ({error})") from None
-    needle = f'"{SELF_KEY}": "{digest}"'.encode()
-    if not sealed or data.count(needle) != 1:
-        raise DamagedFile(f"{what} is damaged: its {SELF_KEY} is not in the form that is written")
-    if sha256_bytes(data.replace(needle, f'"{SELF_KEY}": "{_BLANK}"'.encode())) != digest:
+    place = data.find(_SEAL)
+    start = place + len(_SEAL)
+    end = start + len(_BLANK)
+    if place < 0 or data.rfind(_SEAL) != place or data[end : end + 1] != b'"':
+        raise DamagedFile(f"{what} is damaged: it does not hold one {SELF_KEY} in the form that is written")
+    digest = hashlib.sha256(data[:start])
+    digest.update(_BLANK.encode())
+    digest.update(data[end:])
+    if digest.hexdigest().encode() != data[start:end]:
         raise DamagedFile(f"{what} is damaged: it does not match its own {SELF_KEY}")
-    return obj
+    return from_json(data)
 
 
 def read_sealed(path: Path) -> dict[str, Any]:

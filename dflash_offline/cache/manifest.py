@@ -182,7 +182,7 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 def _flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, item in value.items():
-        if isinstance(item, dict) and item:
+        if isinstance(item, dict):
             flat.update(_flatten(item, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = item

@@ -48,7 +48,8 @@ SUMMARY = pa.schema(
     ]
 )
 _ROW_GROUP = 512
-_LOOSE = re.compile(r"(\d{6,})\.json")
+_READ_BYTES = 1 << 16
+_LOOSE = re.compile(r"\d{6}\.json|[1-9]\d{6,}\.json")
 _PACK = re.compile(r"pack-([0-9a-f]{64})\.parquet")
 
 
@@ -152,11 +153,36 @@ class ReceiptBook:
 
     def loose(self) -> dict[int, Path]:
         """Receipt files by shard, in order, valid or not."""
-        if not self.folder.is_dir():
-            return {}
-        with os.scandir(self.folder) as entries:
-            found = [(int(match[1]), entry.path) for entry in entries if (match := _LOOSE.fullmatch(entry.name))]
-        return {shard: Path(path) for shard, path in sorted(found) if path.endswith("/" + receipt_name(shard))}
+        return {shard: self.folder / receipt_name(shard) for shard in self._loose_shards()}
+
+    def _loose_shards(self) -> list[int]:
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        shards = (int(name.removesuffix(".json")) for name in names if _LOOSE.fullmatch(name))
+        return sorted(shards)
+
+    def _read_loose(self, shard: int) -> bytes | None:
+        """A loose receipt's bytes; None where it was folded meanwhile. Plain system calls: there are many of them.
+
+        Raises:
+            DamagedFile: the file cannot be read.
+        """
+        path = f"{self.folder}/{receipt_name(shard)}"
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise DamagedFile(f"{path} cannot be read: {error.strerror}") from None
+        try:
+            data = os.read(descriptor, _READ_BYTES)
+            while len(data) % _READ_BYTES == 0 and (more := os.read(descriptor, _READ_BYTES)):
+                data += more
+            return data
+        finally:
+            os.close(descriptor)
 
     def packs(self) -> list[Path]:
         """Pack files, valid or not."""
@@ -198,16 +224,14 @@ class ReceiptBook:
         A pack that cannot be read comes as shard -1.
         """
         seen: set[int] = set()
-        for shard, path in self.loose().items():
+        for shard in self._loose_shards():
             try:
-                with open(path, "rb", buffering=0) as file:
-                    data: bytes | DamagedFile = file.read()
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                data = DamagedFile(f"{path} cannot be read: {error.strerror}")
-            seen.add(shard)
-            yield shard, data, path
+                data: bytes | DamagedFile | None = self._read_loose(shard)
+            except DamagedFile as error:
+                data = error
+            if data is not None:
+                seen.add(shard)
+                yield shard, data, self.folder / receipt_name(shard)
         for path, pack in self.each_pack():
             if isinstance(pack, DamagedFile):
                 yield -1, pack, path
@@ -239,8 +263,7 @@ class ReceiptBook:
         """
         path = self.folder / receipt_name(shard)
         for _ in range(2):
-            data = _read_if_there(path)
-            if data is not None:
+            if (data := self._read_loose(shard)) is not None:
                 return _as_receipt(parse_receipt(data, shard, self.plan_sha256, str(path)), path)
             for pack_path, pack in self.each_pack():
                 if not isinstance(pack, DamagedFile) and (data := pack.receipt(shard)) is not None:
@@ -250,10 +273,11 @@ class ReceiptBook:
     def summary(self) -> pa.Table:
         """Columns of ``SUMMARY`` for every valid receipt, without parsing the folded ones."""
         rows = []
-        for shard, path in self.loose().items():
+        for shard in self._loose_shards():
             try:
-                if (data := _read_if_there(path)) is not None:
-                    rows.append(_summary_row(parse_receipt(data, shard, self.plan_sha256, str(path))))
+                if (data := self._read_loose(shard)) is not None:
+                    what = f"the receipt of shard {shard}"
+                    rows.append(_summary_row(parse_receipt(data, shard, self.plan_sha256, what)))
             except DamagedFile as error:
                 logger.warning("%s; its shard counts as not extracted", error)
         tables = [pa.Table.from_pylist(rows, SUMMARY)]
@@ -359,16 +383,6 @@ class _Pack:
             return None
         table = self.file.read_row_group(place // _ROW_GROUP, columns=["receipt"])
         return table["receipt"][place % _ROW_GROUP].as_py()
-
-
-def _read_if_there(path: Path) -> bytes | None:
-    try:
-        with open(path, "rb", buffering=0) as file:
-            return file.read()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise DamagedFile(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _as_receipt(content: dict[str, Any], path: Path) -> Receipt:
