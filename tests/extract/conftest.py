@@ -46,27 +46,29 @@ def make_recipe(model_folder: Path, tmp_path: Path) -> MakeRecipe:
 
 
 @pytest.fixture(scope="session")
-def _templates(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
+def _templates(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Callable[[str, str], Path]:
+    made: dict[tuple[str, str], Path] = {}
 
-    def template(encoding: str) -> Path:
-        if encoding not in made:
-            made[encoding] = tmp_path_factory.mktemp("template") / encoding
-            prepare(build_recipe(made[encoding], model_folder, {"layout__encoding": encoding}), progress=False)
-        return made[encoding]
+    def template(encoding: str, rows: str) -> Path:
+        if (encoding, rows) not in made:
+            made[encoding, rows] = path = tmp_path_factory.mktemp("template") / encoding
+            prepare(
+                build_recipe(path, model_folder, {"layout__encoding": encoding, "data__rows": rows}), progress=False
+            )
+        return made[encoding, rows]
 
     return template
 
 
 @pytest.fixture
 def prepared(
-    _templates: Callable[[str], Path], make_recipe: MakeRecipe, tmp_path: Path
+    _templates: Callable[[str, str], Path], make_recipe: MakeRecipe, tmp_path: Path
 ) -> Callable[..., tuple[ExtractRecipe, Cache]]:
     """Recipes whose cache is prepared (a copy of one that was prepared once), and those caches."""
 
-    def make(encoding: str = "bf16", name: str = "cache", **changes: Any) -> tuple[ExtractRecipe, Cache]:
-        shutil.copytree(_templates(encoding), tmp_path / name)
-        recipe = make_recipe(cache=str(tmp_path / name), layout__encoding=encoding, **changes)
+    def make(encoding: str = "bf16", name: str = "cache", rows: str = "0:60", **changes: Any):
+        shutil.copytree(_templates(encoding, rows), tmp_path / name)
+        recipe = make_recipe(cache=str(tmp_path / name), layout__encoding=encoding, data__rows=rows, **changes)
         return recipe, Cache.open(tmp_path / name)
 
     return make
