@@ -10,6 +10,8 @@ import hashlib
 import json
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,7 +127,7 @@ def build_corpus(
     samples = EncodedChunk()  # everything but the tokens, which go to the files
     paths = scratch / "input_ids.u32", scratch / "loss_mask.u8"
     encoded = encode_chunks(iterate_chunks(sources, wanted), len(wanted), data, tokenizer, vocab_size, workers)
-    with open(paths[0], "wb") as ids_file, open(paths[1], "wb") as mask_file:
+    with closing(encoded), open(paths[0], "wb") as ids_file, open(paths[1], "wb") as mask_file:
         for chunk in _with_progress(encoded, len(wanted), progress):
             chunk.input_ids.astype("<u4").tofile(ids_file)
             chunk.loss_mask.tofile(mask_file)
@@ -166,7 +168,7 @@ def _wanted_rows(data: DataConfig, sources: list[Source]) -> range:
     return wanted
 
 
-def _with_progress(encoded: Any, total: int, progress: bool) -> Any:
+def _with_progress(encoded: Iterator[EncodedChunk], total: int, progress: bool) -> Iterator[EncodedChunk]:
     from tqdm import tqdm
 
     with tqdm(total=total, desc="tokenising", unit=" rows", disable=not progress) as bar:

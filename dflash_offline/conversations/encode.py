@@ -13,7 +13,7 @@ import os
 import pickle
 import signal
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -237,7 +237,7 @@ def available_cores() -> int:
 
 def encode_chunks(
     chunks: Iterable[Chunk], total: int, data: DataConfig, tokenizer: Any, vocab_size: int | None, workers: int | None
-) -> Iterator[EncodedChunk]:
+) -> Generator[EncodedChunk]:
     """Encode chunks, in order, in this process or in ``workers`` spawned ones (default: one a core).
 
     Args:

@@ -102,20 +102,32 @@ class ChatRenderer:
         """Token ids [T] and mask [T] by the template's generation tags.
 
         Raises:
-            RowDropped: the template refuses the conversation, or its tags cover all of it.
+            RowDropped: the template refuses the conversation, or its tags cover what the user wrote.
         """
         out = self._apply(
             chat.messages, chat.tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
             tokenizer_kwargs={"verbose": False},
         )  # fmt: skip
         mask = np.asarray(out["assistant_masks"], dtype=bool)
-        if mask.all() and len(mask):
+        if mask.any() and (mask.all() or self._is_before_answer(chat, out, int(mask.argmax()))):
             raise RowDropped("everything-supervised", "the template's generation tags cover the user's turns too")
         if self._last_only and mask.any():
             last = int(np.flatnonzero(mask)[-1])
             before = np.flatnonzero(~mask[:last])
             mask[: int(before[-1]) + 1 if len(before) else 0] = False
         return np.asarray(out["input_ids"], dtype=np.uint32), mask
+
+    def _is_before_answer(self, chat: Conversation, encoding: Any, token: int) -> bool:
+        """Whether a token lies in what the template writes before the first assistant turn."""
+        first = next(number for number, message in enumerate(chat.messages) if message["role"] == "assistant")
+        try:
+            before = self._text(chat.messages[:first], chat.tools).rstrip()
+        except RowDropped:  # the template cannot render this part alone: nothing to compare with
+            return False
+        place = encoding.token_to_chars(token)
+        return (
+            place is not None and place.start < len(before) and self._text(chat.messages, chat.tools).startswith(before)
+        )
 
     def render(self, chat: Conversation) -> RenderedChat:
         """Text and supervised spans by rendering prefixes.

@@ -1,8 +1,8 @@
 """Files and datasets → chunks of raw rows, numbered as they stand in the source.
 
 The reading process only cuts: lines stay bytes and tables stay Arrow, so that parsing happens in the tokenising
-processes. One reader feeds some 200 MB/s, which is far above what a hundred tokenising cores take. JSON arrays are the
-exception: they are parsed whole and need the memory for it; prefer JSONL above a gigabyte.
+processes. One reader cuts 370 MB/s of plain JSONL; a tokenising core takes about 1 MB/s. JSON arrays are the exception:
+they are parsed whole and need the memory for it; prefer JSONL above a gigabyte.
 """
 
 from __future__ import annotations

@@ -206,6 +206,7 @@ def test_templates_without_a_generation_prompt(encode, smollm2_tokenizer):
     "template, reason, detail",
     [
         (ALL_TAGGED, "everything-supervised", "user's turns too"),
+        ("<|im_start|>" + ALL_TAGGED, "everything-supervised", "user's turns too"),
         (NONE_TAGGED, "nothing-supervised", "all zero"),
         (BRACKETS, "template-error", "no system here"),
         ("{{ messages[0].nothing.at_all }}", "template-error", "UndefinedError"),

@@ -149,28 +149,38 @@ def test_decoded_supervised_tokens_are_the_real_answers(build, smollm2_tokenizer
         assert smollm2_tokenizer.decode(ids[mask == 1].tolist()) == said
 
 
-def test_tools_survive_arrow_where_every_struct_has_all_fields(build, tmp_path, smollm2_tokenizer, monkeypatch):
+def as_folder_of_jsonl(folder, rows):
+    (folder / "lines").mkdir()
+    write_lines(folder / "lines" / "train.jsonl", rows)
+    return folder / "lines"
+
+
+@pytest.mark.parametrize("kind", [as_folder_of_jsonl, as_parquet, as_saved_dataset])
+def test_tools_survive_arrow_where_every_struct_has_all_fields(kind, build, tmp_path, smollm2_tokenizer, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
     template = tmp_path / "tools.jinja"
     template.write_text("{{ tools | tojson }}{% for m in messages %}{{ '\\n' + (m | tojson) }}{% endfor %}")
-    tool = lambda name, **fields: {"name": name, "parameters": {"properties": fields}}  # noqa: E731
-    chat = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a", "reasoning_content": "r"}]
+
+    def tool(name, **fields):
+        return {"name": name, "parameters": {"properties": fields}}
+
+    user = {"role": "user", "content": "u"}
     rows = [
-        {"messages": chat, "tools": [tool("f", x={"type": "int"})]},
-        {"messages": chat, "tools": [tool("g", y={"type": "str"}), tool("h")]},
+        {
+            "messages": [user, {"role": "assistant", "content": "a", "reasoning_content": "r"}],
+            "tools": [tool("f", x={"type": "int"})],
+        },
+        {
+            "messages": [user, {"role": "assistant", "content": "a"}],
+            "tools": [tool("g", y={"type": "str", "enum": ["p", "q"]}), tool("h", x={"type": "int"})],
+        },
     ]
     settings = {"chat_template": str(template), "max_skipped_share": 0.0}
-    plain = build(as_jsonl(tmp_path, rows), **settings)
-    assert '[{"name": "f", "parameters": {"properties": {"x": {"type": "int"}}}}]' in smollm2_tokenizer.decode(
-        plain.sample(0)[0].tolist()
-    )
-    rows[0]["tools"][0]["parameters"]["properties"] = {"x": {"type": "int"}}
-    (tmp_path / "folder").mkdir()
-    write_lines(tmp_path / "folder" / "train.jsonl", rows)
-    got = build(tmp_path / "folder", **settings)
-    # Arrow orders the keys its own way: compare the parsed tools, not the text.
-    for index in range(2):
+    plain, got = build(as_jsonl(tmp_path, rows), **settings), build(kind(tmp_path, rows), **settings)
+    for index, row in enumerate(rows):
+        # Arrow orders keys its own way: compare what the template was given, not the text.
         a, b = (smollm2_tokenizer.decode(c.sample(index)[0].tolist()).splitlines() for c in (plain, got))
+        assert json.loads(a[0]) == row["tools"]
         assert [json.loads(line) for line in a] == [json.loads(line) for line in b]
 
 
@@ -179,8 +189,9 @@ def test_several_sources_are_numbered_through_and_may_differ_in_shape(build, tmp
     assert both.rows.tolist() == list(range(38, 102))
     assert both.ids[:3] == ["gsm8k-train-38", "gsm8k-train-39", json.loads(SHAREGPT.read_text())[0]["id"]]
     assert both.ids[-2:] == ["gsm8k-train-0", "gsm8k-train-1"]
-    every_third = build([as_jsonl(tmp_path, rows), SHAREGPT], rows="1::3")
-    assert every_third.rows.tolist() == list(range(1, 100, 3))
+    for start in range(3):
+        every_third = build([as_jsonl(tmp_path, rows), SHAREGPT], rows=f"{start}::3")
+        assert every_third.rows.tolist() == list(range(start, 100, 3))
     glob = write_lines(tmp_path / "part-0.jsonl", rows[:3]), write_lines(tmp_path / "part-1.jsonl", rows[3:5])
     same(build(tmp_path / "part-*.jsonl"), build(list(glob)))
 
@@ -379,6 +390,31 @@ def test_dataset_folders_are_fingerprinted_by_content(kind, build, tmp_path, row
         (tmp_path / name).mkdir()
         prints.append(build(kind(tmp_path / name, content)).dataset_fingerprint)
     assert prints[0] == prints[1] != prints[2]
+
+
+def test_hub_ids_are_loaded_as_asked_and_fingerprinted_by_commit(build, rows, monkeypatch):
+    from datasets import Dataset
+
+    asked, commits = [], iter(["a" * 40, "a" * 40, "b" * 40])
+
+    def answer(name, subset, **options):  # the hub, as far as this test may reach it
+        asked.append((name, subset, options))
+        dataset = Dataset.from_list(rows[:5])
+        dataset.info.download_checksums = {f"hf://datasets/{name}@{next(commits)}/data/train.parquet": {}}
+        return dataset
+
+    monkeypatch.setattr("datasets.load_dataset", answer)
+    settings = {"subset": "en", "split": "train_sft", "revision": "v1"}
+    prints = [build("some-one/chats_2", **settings).dataset_fingerprint for _ in range(3)]
+    assert prints[0] == prints[1] != prints[2]
+    assert asked[0] == ("some-one/chats_2", "en", {"split": "train_sft", "revision": "v1"})
+
+    def refuse(*args, **options):
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr("datasets.load_dataset", refuse)
+    with pytest.raises(DFlashOfflineError, match=r"'some-one/chats_2': cannot be loaded.*no route to the hub"):
+        build("some-one/chats_2")
 
 
 def test_tokenizer_sha256_is_that_of_the_saved_copy_and_ignores_call_state(smollm2_tokenizer, tmp_path):
