@@ -1,9 +1,9 @@
 """Stage two: drafters trained from a cache, as often as wanted, without the target.
 
 In reading order: ``rows`` and ``order`` (which documents share a row and a step; pure), ``setup`` (what a run is made
-of), ``shard_store``, ``batch`` and ``feed`` (rows from shards), ``step`` and ``optimizer`` (arithmetic), ``interval``
-and ``metrics`` (run log), ``heldout`` (evaluation), ``checkpoint`` and ``run_folder``, ``loop``. Importing this package
-imports no torch.
+of), ``planned``, ``shard_store``, ``batch`` and ``feed`` (rows from shards), ``step`` and ``optimizer`` (arithmetic),
+``interval``, ``metrics`` and ``summary`` (what a run says), ``heldout`` (evaluation), ``checkpoint``, ``run_folder``,
+``loop``. Importing this package imports no torch.
 """
 
 from __future__ import annotations

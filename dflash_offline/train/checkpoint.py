@@ -243,3 +243,23 @@ def tensors_to_optimizer(
             parameter = parameters[name]
             on_cpu = key == "step" and not parameter.is_cuda
             optimizer.state[parameter][key] = value.clone() if on_cpu else value.to(parameter.device, copy=True)
+
+
+def random_tensors(device: torch.device) -> dict[str, torch.Tensor]:
+    """States of torch's random generators, as tensors."""
+    import torch
+
+    states = {"random.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["random.cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random(tensors: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Put back what :func:`random_tensors` gave."""
+    import torch
+
+    if "random.cpu" in tensors:
+        torch.set_rng_state(tensors["random.cpu"])
+    if "random.cuda" in tensors and device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["random.cuda"], device)

@@ -1,6 +1,7 @@
 """Rows from shards: whole shards read in the background, rows gathered into reused buffers, copied, decoded.
 
-1. :func:`plan_steps` says which documents share a row and which shards begin and cease to be needed at each step.
+1. :mod:`~dflash_offline.train.planned` says which documents share a row and which shards each step begins and ceases to
+   need.
 2. :class:`~dflash_offline.train.shard_store.ShardStore` reads shards on threads, ahead of their first step.
 3. One builder thread gathers a row's documents, still encoded, into one of three (on a GPU pinned) host buffers.
 4. The training thread starts the copy of the next row on a stream of its own while the present one computes, into one
@@ -18,15 +19,15 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dflash_offline.train.batch import Document, RowBatch, RowCounts, RowLayout, StepCounts, fill_row, to_row_batch
-from dflash_offline.train.order import EpochOrder, Schedule, TrainingOrder
-from dflash_offline.train.shard_store import EncodedShard, ShardStore
+from dflash_offline.train.planned import PlannedStep
+from dflash_offline.train.shard_store import ShardStore
 
 if TYPE_CHECKING:
     import torch
@@ -35,99 +36,6 @@ if TYPE_CHECKING:
 
 HOST_BUFFERS = 3
 DEVICE_BUFFERS = 2
-
-
-@dataclass(frozen=True)
-class PlannedStep:
-    """What one step needs.
-
-    Attributes:
-        epoch: Epoch that anchors are drawn for.
-        rows: Cache sample indices of each row.
-        acquire: Shards not needed by an earlier step of this epoch.
-        release: Shards not needed by a later step of this epoch.
-    """
-
-    epoch: int
-    rows: Sequence[np.ndarray]
-    acquire: Sequence[int]
-    release: Sequence[int]
-
-
-def plan_epoch(epoch: int, steps: Sequence[Sequence[np.ndarray]], shard_of: np.ndarray) -> list[PlannedStep]:
-    """Planned steps of one epoch (or its rest) from the rows of each.
-
-    Args:
-        epoch: Epoch that anchors are drawn for.
-        steps: Rows of each step, cache sample indices of each row.
-        shard_of: int [samples of the cache]. Shard of each sample.
-    """
-    flat = [np.concatenate(rows) if len(rows) else np.empty(0, np.int64) for rows in steps]
-    step_of = np.repeat(np.arange(len(steps)), [len(samples) for samples in flat])
-    shards = shard_of[np.concatenate(flat)] if flat else np.empty(0, np.int64)
-    first_shards, first = np.unique(shards, return_index=True)
-    last_shards, last = np.unique(shards[::-1], return_index=True)
-    acquire: list[list[int]] = [[] for _ in steps]
-    release: list[list[int]] = [[] for _ in steps]
-    for index in np.argsort(first):
-        acquire[step_of[first[index]]].append(int(first_shards[index]))
-    for index, place in enumerate(last):
-        release[step_of[len(shards) - 1 - place]].append(int(last_shards[index]))
-    return [PlannedStep(epoch, *parts) for parts in zip(steps, acquire, release, strict=True)]
-
-
-def epoch_rows(order: EpochOrder, first_step: int = 0, last_step: int | None = None) -> list[list[np.ndarray]]:
-    """Rows of the steps ``[first_step, last_step)`` of an epoch."""
-    last_step = order.num_steps if last_step is None else last_step
-    return [[order.row_samples(row) for row in order.step_rows(step)] for step in range(first_step, last_step)]
-
-
-def plan_steps(
-    order: TrainingOrder, schedule: Schedule, first_step: int, shard_of: np.ndarray
-) -> Iterator[PlannedStep]:
-    """All steps from ``first_step`` to the end of the schedule."""
-    step = first_step
-    while step < schedule.total_steps:
-        epoch, inside = schedule.cursor(step)
-        last = min(schedule.steps_of_epochs[epoch], inside + schedule.total_steps - step)
-        yield from plan_epoch(epoch, epoch_rows(order.epoch(epoch), inside, last), shard_of)
-        step += last - inside
-
-
-def peak_shard_bytes(planned: Iterable[PlannedStep], shard_bytes: np.ndarray) -> int:
-    """Most bytes of shards that are needed at one step."""
-    held = peak = 0
-    for step in planned:
-        held += int(sum(shard_bytes[shard] for shard in step.acquire))
-        peak = max(peak, held)
-        held -= int(sum(shard_bytes[shard] for shard in step.release))
-    return peak
-
-
-class ShardReader:
-    """Reads the used rows and wanted layers of a cache's shards, still encoded."""
-
-    def __init__(self, cache: Cache, layers: list[int] | None) -> None:
-        self.cache, self.layers = cache, layers
-        samples = cache.samples
-        shard = np.asarray(samples["shard"], dtype=np.int64)
-        ends = np.asarray(samples["start"], dtype=np.int64) + np.asarray(samples["length"], dtype=np.int64)
-        layout = cache.manifest.layout
-        self.shard_tokens = layout.shard_tokens
-        self.used = np.zeros(layout.num_shards, dtype=np.int64)
-        np.maximum.at(self.used, shard, ends - shard * self.shard_tokens)
-        kept = layout.num_layers_kept if layers is None else len(layers)
-        self.bytes = self.used * (cache.encoding.bytes_per_token(kept, layout.hidden_size) + 5)
-
-    def __call__(self, shard: int) -> EncodedShard:
-        used = int(self.used[shard])
-        input_ids, loss_mask = self.cache.read_tokens(shard)
-        arrays = self.cache.read_shard_encoded(shard, self.layers, slice(0, used))
-        return EncodedShard(shard * self.shard_tokens, input_ids[:used], loss_mask[:used], arrays)
-
-    def shard_bytes(self, shard: int) -> int:
-        """Bytes of a shard in memory."""
-        return int(self.bytes[shard])
 
 
 @dataclass

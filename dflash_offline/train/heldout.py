@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from dflash_offline.train.batch import StepCounts
-from dflash_offline.train.feed import PlannedStep, RowFeed, plan_epoch
+from dflash_offline.train.feed import RowFeed
 from dflash_offline.train.metrics import EvaluateEntry, accuracy_by_position, ratio
 from dflash_offline.train.order import random_words
+from dflash_offline.train.planned import PlannedStep, plan_epoch
 from dflash_offline.train.rows import document_blocks, pack_streams
 
 if TYPE_CHECKING:

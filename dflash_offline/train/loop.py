@@ -2,7 +2,8 @@
 
 A run is a folder: started again it goes on from its newest complete checkpoint, and on a CPU with fixed threads its
 loss curve is then the same, bit for bit, as without the interruption. A SIGINT or SIGTERM ends the step in flight,
-writes a checkpoint and raises :class:`~dflash_offline.errors.Interrupted`. The device is never waited for between log entries.
+writes a checkpoint and raises :class:`~dflash_offline.errors.Interrupted`. The device is never waited for between log
+entries.
 """
 
 from __future__ import annotations
@@ -28,10 +29,12 @@ from dflash_offline.train.checkpoint import (
     check_shape,
     newest_checkpoint,
     optimizer_to_tensors,
+    random_tensors,
+    restore_random,
     save_checkpoint,
     tensors_to_optimizer,
 )
-from dflash_offline.train.feed import RowFeed, ShardReader, plan_steps
+from dflash_offline.train.feed import RowFeed
 from dflash_offline.train.heldout import EVALUATION_SEED, evaluate_heldout
 from dflash_offline.train.interval import Interval, Totals
 from dflash_offline.train.metrics import (
@@ -41,9 +44,9 @@ from dflash_offline.train.metrics import (
     RunLog,
     StartEntry,
     StepEntry,
-    read_run_log,
 )
 from dflash_offline.train.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from dflash_offline.train.planned import plan_steps
 from dflash_offline.train.run_folder import RunFolder
 from dflash_offline.train.setup import (
     RunPlan,
@@ -54,8 +57,9 @@ from dflash_offline.train.setup import (
     open_trainable,
     plan_run,
 )
-from dflash_offline.train.shard_store import ShardStore
+from dflash_offline.train.shard_store import ShardReader, ShardStore
 from dflash_offline.train.step import DrafterStep, FrozenTarget
+from dflash_offline.train.summary import progress_text, run_summary, start_entry
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +150,7 @@ class _Run:
         if checkpoint is not None:
             tensors = checkpoint.optimizer_tensors()
             tensors_to_optimizer(self.optimizer, self._names, tensors)
-            _restore_random(tensors, device)
+            restore_random(tensors, device)
             self.totals = Totals(**checkpoint.state["totals"])
             self.interval.load(checkpoint.state["interval"])
             self.evaluation_due = bool(checkpoint.state["evaluation_due"])
@@ -218,7 +222,7 @@ class _Run:
                 bar.update(1)
                 if last or done % self.settings.log_every == 0:
                     entry = self._log_interval(done)
-                    bar.set_postfix_str(_progress_text(entry, self.evaluated), refresh=False)
+                    bar.set_postfix_str(progress_text(entry, self.evaluated), refresh=False)
                 self.interval.pause()
                 self.evaluation_due |= last or done % self.settings.evaluate_every == 0
                 if last:
@@ -321,94 +325,26 @@ class _Run:
         }
         if summary is not None:
             state["summary"] = summary
-        optimizer = optimizer_to_tensors(self.optimizer, self._names) | _random_tensors(self.device)
+        optimizer = optimizer_to_tensors(self.optimizer, self._names) | random_tensors(self.device)
         weights = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         return str(save_checkpoint(self.path, done, weights, optimizer, state, self.settings.checkpoints_kept))
 
+    def _start_entry(self) -> StartEntry:
+        return start_entry(
+            self.plan,
+            self.device,
+            step=self.first_step,
+            epochs=self.settings.epochs,
+            resumed_from=self.resumed_from,
+            host_memory=self.memory.most,
+        )
+
     def _finish(self, began: float) -> dict[str, Any]:
         self.log.sync()
-        entries = read_run_log(self.path)
-        steps = [entry for entry in entries if isinstance(entry, StepEntry)]
-        evaluations = [entry for entry in entries if isinstance(entry, EvaluateEntry)]
         seconds = self.totals.seconds + time.perf_counter() - began
-        summary: dict[str, Any] = {
-            "run": str(self.path),
-            "steps": self.total_steps,
-            "epochs": self.settings.epochs,
-            "samples": self.totals.samples,
-            "tokens": self.totals.tokens,
-            "blocks": self.totals.blocks,
-            "seconds": round(seconds, 3),
-            "tokens_per_second": round(self.totals.tokens / max(seconds, 1e-9), 1),
-            "loss_first": steps[0].loss,
-            "loss_last": steps[-1].loss,
-            "heldout_loss": evaluations[-1].loss if evaluations else None,
-            "heldout_expected_acceptance_length": (evaluations[-1].expected_acceptance_length if evaluations else None),
-            "checkpoint": str(self.path / "checkpoints" / f"step-{self.total_steps:06d}"),
-        }
+        summary = run_summary(self.path, self.total_steps, self.settings.epochs, self.totals, seconds)
         self._save(self.total_steps, began, summary)
         return summary
-
-    def _start_entry(self) -> StartEntry:
-        order, plan = self.plan.order, self.plan
-        epoch = plan.schedule.cursor(self.first_step)[0]
-        rows = int(order.rows_of_epochs(1)[0])
-        token_fill, slot_fill = order.fill(rows)
-        logger.info(
-            "training on %s: %s parameters, %s samples and %d rows an epoch (tokens %.0f %% full, blocks %.0f %%), "
-            "%d lanes, %d steps; shards take up to %.2f GB of host memory",
-            self.device,
-            f"{plan.shape.num_parameters:,}",
-            f"{len(order.index):,}",
-            rows,
-            100 * token_fill,
-            100 * slot_fill,
-            order.lanes,
-            self.total_steps,
-            self.memory.most / 1e9,
-        )
-        device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-        return StartEntry(
-            step=self.first_step,
-            resumed_from=self.resumed_from,
-            total_steps=self.total_steps,
-            epochs=self.settings.epochs,
-            parameters=plan.shape.num_parameters,
-            samples=len(order.index),
-            samples_left_out=plan.left_out,
-            tokens=int(order.lengths.sum()),
-            blocks=int(order.blocks.sum()),
-            rows=rows,
-            context_tokens=plan.layout.context_tokens,
-            anchor_slots=plan.layout.anchor_slots,
-            block_size=plan.layout.block_size,
-            lanes=order.lanes,
-            token_fill=token_fill,
-            slot_fill=slot_fill,
-            heldout_documents=plan.heldout.documents,
-            heldout_blocks=plan.heldout.blocks,
-            host_memory=self.memory.most,
-            run={
-                "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-                "epoch": epoch,
-                "device": device,
-                "torch": torch.__version__,
-                "threads": torch.get_num_threads(),
-            },
-        )
-
-
-def _progress_text(entry: StepEntry, evaluated: EvaluateEntry | None) -> str:
-    run = entry.run
-    text = (
-        f"loss {entry.loss:.3f} · accuracy {entry.accuracy:.3f} · expected acceptance length "
-        f"{entry.expected_acceptance_length:.2f} · {run['tokens_per_second']:,.0f} tokens/s · "
-        f"{run['blocks_per_second']:,.0f} blocks/s · waiting {100 * run['waiting_share']:.1f} % · "
-        f"{run['memory'] / 1e9:.1f} GB"
-    )
-    if evaluated is not None:
-        text += f" · held out {evaluated.loss:.3f} / {evaluated.expected_acceptance_length:.2f}"
-    return text
 
 
 @contextlib.contextmanager
@@ -421,17 +357,3 @@ def _recompiling_is_an_error(device: torch.device) -> Iterator[None]:
 
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield
-
-
-def _random_tensors(device: torch.device) -> dict[str, torch.Tensor]:
-    states = {"random.cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["random.cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def _restore_random(tensors: dict[str, torch.Tensor], device: torch.device) -> None:
-    if "random.cpu" in tensors:
-        torch.set_rng_state(tensors["random.cpu"])
-    if "random.cuda" in tensors and device.type == "cuda":
-        torch.cuda.set_rng_state(tensors["random.cuda"], device)

@@ -15,11 +15,11 @@ from dflash_offline.config import TrainRecipe, parse_gpus
 from dflash_offline.drafter.shape import DrafterShape, shape_from_target
 from dflash_offline.errors import DFlashOfflineError, UsageError
 from dflash_offline.train.batch import RowLayout
-from dflash_offline.train.feed import ShardReader, epoch_rows, peak_shard_bytes, plan_epoch
 from dflash_offline.train.heldout import HeldoutRows, heldout_rows
 from dflash_offline.train.order import Schedule, TrainingOrder, choose_lanes
+from dflash_offline.train.planned import epoch_rows, peak_shard_bytes, plan_epoch
 from dflash_offline.train.rows import default_anchor_slots, document_blocks
-from dflash_offline.train.shard_store import available_memory
+from dflash_offline.train.shard_store import ShardReader, available_memory
 
 if TYPE_CHECKING:
     import torch

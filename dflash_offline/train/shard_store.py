@@ -13,8 +13,12 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from dflash_offline.cache.store import Cache
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,32 @@ class EncodedShard:
     input_ids: np.ndarray
     loss_mask: np.ndarray
     arrays: dict[str, np.ndarray]
+
+
+class ShardReader:
+    """Reads the used rows and wanted layers of a cache's shards, still encoded."""
+
+    def __init__(self, cache: Cache, layers: list[int] | None) -> None:
+        self.cache, self.layers = cache, layers
+        samples = cache.samples
+        shard = np.asarray(samples["shard"], dtype=np.int64)
+        ends = np.asarray(samples["start"], dtype=np.int64) + np.asarray(samples["length"], dtype=np.int64)
+        layout = cache.manifest.layout
+        self.shard_tokens = layout.shard_tokens
+        self.used = np.zeros(layout.num_shards, dtype=np.int64)
+        np.maximum.at(self.used, shard, ends - shard * self.shard_tokens)
+        kept = layout.num_layers_kept if layers is None else len(layers)
+        self.bytes = self.used * (cache.encoding.bytes_per_token(kept, layout.hidden_size) + 5)
+
+    def __call__(self, shard: int) -> EncodedShard:
+        used = int(self.used[shard])
+        input_ids, loss_mask = self.cache.read_tokens(shard)
+        arrays = self.cache.read_shard_encoded(shard, self.layers, slice(0, used))
+        return EncodedShard(shard * self.shard_tokens, input_ids[:used], loss_mask[:used], arrays)
+
+    def shard_bytes(self, shard: int) -> int:
+        """Bytes of a shard in memory."""
+        return int(self.bytes[shard])
 
 
 @dataclass

@@ -11,6 +11,14 @@ from tests.train.made_up import make_cache
 
 
 @pytest.fixture(autouse=True)
+def on_the_cpu(request, monkeypatch):
+    """Only tests marked ``gpu`` see a GPU: bit for bit is promised on the CPU."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture(autouse=True)
 def one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)

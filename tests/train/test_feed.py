@@ -6,10 +6,11 @@ import torch
 
 from dflash_offline.cache import Cache, DamagedShard
 from dflash_offline.train.batch import RowLayout
-from dflash_offline.train.feed import RowFeed, ShardReader, peak_shard_bytes, plan_epoch, plan_steps
+from dflash_offline.train.feed import RowFeed
 from dflash_offline.train.order import Schedule, TrainingOrder
+from dflash_offline.train.planned import peak_shard_bytes, plan_epoch, plan_steps
 from dflash_offline.train.rows import document_blocks
-from dflash_offline.train.shard_store import ShardStore
+from dflash_offline.train.shard_store import ShardReader, ShardStore
 from tests.train.made_up import LAYERS, make_cache
 
 LAYOUT = RowLayout(context_tokens=128, anchor_slots=32, block_size=4)

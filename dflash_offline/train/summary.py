@@ -1,0 +1,108 @@
+"""What a run says of itself: at its start, on its progress line and at its end."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash_offline.train.interval import Totals
+from dflash_offline.train.metrics import EvaluateEntry, StartEntry, StepEntry, read_run_log
+from dflash_offline.train.setup import RunPlan
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+
+def start_entry(
+    plan: RunPlan, device: torch.device, *, step: int, epochs: int, resumed_from: str | None, host_memory: int
+) -> StartEntry:
+    """The entry of a start, also told to the log of the program."""
+    import torch
+
+    order = plan.order
+    epoch = plan.schedule.cursor(step)[0]
+    rows = int(order.rows_of_epochs(1)[0])
+    token_fill, slot_fill = order.fill(rows)
+    logger.info(
+        "training on %s: %s parameters, %s samples and %d rows an epoch (tokens %.0f %% full, blocks %.0f %%), "
+        "%d lanes, %d steps; shards take up to %.2f GB of host memory",
+        device,
+        f"{plan.shape.num_parameters:,}",
+        f"{len(order.index):,}",
+        rows,
+        100 * token_fill,
+        100 * slot_fill,
+        order.lanes,
+        plan.schedule.total_steps,
+        host_memory / 1e9,
+    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return StartEntry(
+        step=step,
+        resumed_from=resumed_from,
+        total_steps=plan.schedule.total_steps,
+        epochs=epochs,
+        parameters=plan.shape.num_parameters,
+        samples=len(order.index),
+        samples_left_out=plan.left_out,
+        tokens=int(order.lengths.sum()),
+        blocks=int(order.blocks.sum()),
+        rows=rows,
+        context_tokens=plan.layout.context_tokens,
+        anchor_slots=plan.layout.anchor_slots,
+        block_size=plan.layout.block_size,
+        lanes=order.lanes,
+        token_fill=token_fill,
+        slot_fill=slot_fill,
+        heldout_documents=plan.heldout.documents,
+        heldout_blocks=plan.heldout.blocks,
+        host_memory=host_memory,
+        run={
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "epoch": epoch,
+            "device": name,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        },
+    )
+
+
+def progress_text(entry: StepEntry, evaluated: EvaluateEntry | None) -> str:
+    """The numbers of the progress line."""
+    run = entry.run
+    text = (
+        f"loss {entry.loss:.3f} · accuracy {entry.accuracy:.3f} · expected acceptance length "
+        f"{entry.expected_acceptance_length:.2f} · {run['tokens_per_second']:,.0f} tokens/s · "
+        f"{run['blocks_per_second']:,.0f} blocks/s · waiting {100 * run['waiting_share']:.1f} % · "
+        f"{run['memory'] / 1e9:.1f} GB"
+    )
+    if evaluated is not None:
+        text += f" · held out {evaluated.loss:.3f} / {evaluated.expected_acceptance_length:.2f}"
+    return text
+
+
+def run_summary(run: Path, steps: int, epochs: int, totals: Totals, seconds: float) -> dict[str, Any]:
+    """What :func:`~dflash_offline.train.loop.train` returns, from the totals and the log."""
+    entries = read_run_log(run)
+    logged = [entry for entry in entries if isinstance(entry, StepEntry)]
+    evaluations = [entry for entry in entries if isinstance(entry, EvaluateEntry)]
+    last = evaluations[-1] if evaluations else None
+    return {
+        "run": str(run),
+        "steps": steps,
+        "epochs": epochs,
+        "samples": totals.samples,
+        "tokens": totals.tokens,
+        "blocks": totals.blocks,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(totals.tokens / max(seconds, 1e-9), 1),
+        "loss_first": logged[0].loss,
+        "loss_last": logged[-1].loss,
+        "heldout_loss": last.loss if last else None,
+        "heldout_expected_acceptance_length": last.expected_acceptance_length if last else None,
+        "checkpoint": str(run / "checkpoints" / f"step-{steps:06d}"),
+    }
