@@ -1,8 +1,9 @@
 """Compile the token-wise parts of a target's layers: norms and dense MLPs.
 
 They see [tokens, H] of one constant size, whatever rows and lengths make it up, so that one graph of each kind serves
-every layer and no length compiles anew. Compiling whole layers of an 8B target gave 1.42 times the eager rate; at the
-27B hybrid it lost (0.92), for its linear attention is better left alone.
+every layer and no length compiles anew; a batch of another size runs as the library has it. Compiling whole layers of
+an 8B target gave 1.42 times the eager rate; at the 27B hybrid it lost (0.92), for its linear attention is better left
+alone.
 """
 
 from __future__ import annotations
@@ -14,20 +15,23 @@ from torch import Tensor, nn
 
 
 class TokenWise(nn.Module):
-    """Runs a token-wise module, compiled, on [tokens, H]; takes and gives [..., H]."""
+    """Runs a token-wise module on [tokens, H]: compiled for one number of tokens, else as it is. Takes [..., H]."""
 
-    def __init__(self, module: nn.Module, backend: Any = "inductor") -> None:
+    def __init__(self, module: nn.Module, tokens: int, backend: Any = "inductor") -> None:
         super().__init__()
         self.module = module
+        self.tokens = tokens
         self._compiled: Any = torch.compile(module, dynamic=False, fullgraph=True, backend=backend)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The module's output in the shape of its input (last dimension as the module gives it)."""
-        flat = self._compiled(hidden.reshape(-1, hidden.shape[-1]))
+        if hidden.shape[:-1].numel() != self.tokens:
+            return self.module(hidden)
+        flat = self._compiled(hidden.reshape(self.tokens, hidden.shape[-1]))
         return flat.reshape(*hidden.shape[:-1], flat.shape[-1])
 
 
-def compile_token_wise(layers: nn.ModuleList, backend: Any = "inductor") -> int:
+def compile_token_wise(layers: nn.ModuleList, tokens: int, backend: Any = "inductor") -> int:
     """Replace every norm over H and every dense MLP of the layers by a compiled one; how many were replaced.
 
     Mixtures of experts stay as they are: how many tokens an expert gets differs from batch to batch.
@@ -37,7 +41,7 @@ def compile_token_wise(layers: nn.ModuleList, backend: Any = "inductor") -> int:
         for name, child in list(layer.named_children()):
             if isinstance(child, TokenWise) or not _token_wise(name, child):
                 continue
-            setattr(layer, name, TokenWise(child, backend))
+            setattr(layer, name, TokenWise(child, tokens, backend))
             count += 1
     return count
 

@@ -226,14 +226,17 @@ class Target:
         info = self._heads()
         return info.tensors(self.embed_tokens, self.lm_head, final_norm(self.text_model)[1])
 
-    def prepare_compiled(self) -> int:
-        """Compile the token-wise parts of every layer (norms, dense MLPs), run on [R * T, H]; how many were.
+    def prepare_compiled(self, tokens: int) -> int:
+        """Compile the token-wise parts of every layer (norms, dense MLPs) for batches of R * T = ``tokens``.
 
-        Shapes are taken as constant: keep R * T the same in every batch. Attention stays as the library has it.
+        Batches of another size run uncompiled, so nothing is ever compiled anew. Attention stays as it is.
+
+        Returns:
+            How many modules were compiled (on their first use).
         """
         from dflash_offline.target.compiled import compile_token_wise
 
-        return compile_token_wise(self._layers)
+        return compile_token_wise(self._layers, tokens)
 
     def release_unused(self) -> None:
         """Free the layers past the last wanted one and the head; only `capture` works afterwards."""

@@ -160,14 +160,29 @@ def test_compiled_parts_are_the_token_wise_ones_and_one_graph_serves_all_layers(
     ids = token_ids()
     before = target.capture(ids)
     layers = copy.copy(target.text_model.layers)
-    assert compile_token_wise(layers, backend=backend) == parts
-    assert compile_token_wise(layers, backend=backend) == 0
+    assert compile_token_wise(layers, ROWS * TOKENS, backend) == parts
+    assert compile_token_wise(layers, ROWS * TOKENS, backend) == 0
     assert sum(isinstance(module, TokenWise) for module in target.text_model.modules()) == parts
     torch.testing.assert_close(target.capture(ids), before, rtol=1e-5, atol=1e-5)
-    target.capture(ids.reshape(-1)[: 3 * 36].reshape(4, 27))  # another number of tokens compiles anew ...
+    assert 0 < len(graphs) <= 2 * 3  # one of each kind, and one more where its input's strides differ
     made = len(graphs)
-    target.capture(ids.reshape(-1)[: 3 * 36].reshape(2, 54))  # ... another shape of the same number does not
-    assert len(graphs) == made <= 2 * 3
+    target.capture(ids.reshape(TOKENS, ROWS))  # another shape of the same size
+    target.capture(ids[:2])  # another size, uncompiled
+    assert len(graphs) == made
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3.5-nested", "qwen3-moe"])
+def test_capture_on_a_gpu_is_near_the_reference_compiled_or_not(tiny, family):
+    target = load_target(TargetConfig(model=str(tiny(family)), dtype="bfloat16", layer_ids=[0, 2, 3]), device="cuda:0")
+    ids = token_ids()
+    reference = target.capture_reference(ids)[0].float()
+    for compiled in (False, True):
+        if compiled:
+            assert target.prepare_compiled(ROWS * TOKENS) > 0
+        captured = target.capture(ids).float()
+        assert captured.device.type == "cuda"
+        assert (captured - reference).norm() < 1e-2 * reference.norm()
 
 
 def test_weights_of_another_shape_are_refused(tiny, tmp_path):
