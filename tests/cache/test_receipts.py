@@ -171,9 +171,9 @@ def seconds_of_status(cache: Cache, count: int) -> float:
 
 
 def test_status_of_many_receipts_is_quick_and_quicker_once_folded(tmp_path):
-    """A twentieth of 134,000, in a twentieth of the time and twice that for a busy machine."""
+    """A twentieth of 134,000, with room for a busy machine; the long test has the full number and the bar."""
     cache = many_receipts(tmp_path, 6_700)
-    assert seconds_of_status(cache, 6_700) < 2 * 5 / 20
+    assert seconds_of_status(cache, 6_700) < 1.0
     cache.fold_receipts()
     assert seconds_of_status(cache, 6_700) < 0.2
 
