@@ -10,7 +10,7 @@
 # Variables: WORK (scratch, default /tmp/dflash-bench), SITE (packages), OUT (results, default docs/benchmarks),
 # GGUF (the target, default joined from .gguf/part-*), DATA, SEEDS (default 0), JOBS (runs at a time on a GPU, default 1),
 # COUNT (prompts decoded, 200), MAX_MINUTES (start no recipe later), EXTRA (more options for smollm2_tau.py),
-# EXTRACT_SET (more --set for extraction), SPECFORGE_ARGS.
+# EXTRACT_SET (more --set for extraction), SPECFORGE_ARGS, CE_ARGS.
 # With two GPUs the two sides train on one each; with one they share it unless SERIAL=1, and the result says so.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -108,7 +108,7 @@ ce() {
   tail -n 1 "$WORK/specforge.log"
   "$PYTHON" tests/bench/smollm2_ce.py --ours "$WORK/runs/plain-seed${SEEDS%%,*}" --specforge "$WORK/specforge" \
     --eval-cache "$WORK/heldout" --target "$GGUF" --tokenizer "$TOKENIZER" --extraction "$WORK/extract-train.json" \
-    --scratch "$WORK/judged" --count "${COUNT:-200}" --out "$OUT/smollm2_ce.json" "${shared[@]}"
+    --scratch "$WORK/judged" --count "${COUNT:-200}" --out "$OUT/smollm2_ce.json" "${shared[@]}" ${CE_ARGS:-}
   cp "$WORK/specforge/training.json" "$OUT/smollm2_specforge_training.json"
 }
 

@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--extraction", type=Path, help="JSON answer of the extraction of the training cache")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--dtype", default="bfloat16", help="of target and drafter while decoding")
     parser.add_argument("--scratch", type=Path, default=Path("runs"))
     parser.add_argument("--shared-gpu", action="store_true", help="note that both trainings ran at once on one GPU")
     parser.add_argument("--out", type=Path, required=True)
@@ -54,7 +55,7 @@ def main() -> None:
     ours = json.loads((options.ours / "result.json").read_text())
     theirs = json.loads((options.specforge / "training.json").read_text())
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    settings = TargetConfig(model=options.target, tokenizer=options.tokenizer, dtype="bfloat16")
+    settings = TargetConfig(model=options.target, tokenizer=options.tokenizer, dtype=options.dtype)
     target = load_target(settings, device, stop_early=False)
     folders = {"ours": options.ours / "drafter", "specforge": options.specforge}
     judged = {side: judge(folder, target, options) for side, folder in folders.items()}

@@ -119,7 +119,8 @@ def run_one(options: argparse.Namespace, name: str, changes: dict[str, Any], see
     train_s = time.monotonic() - began
     drafter_folder = export_drafter(folder / "run", folder / "drafter", dtype="bfloat16")
     began = time.monotonic()
-    drafter, _ = load_drafter(drafter_folder, device=device, dtype=torch.bfloat16 if device == "cuda" else None)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    drafter, _ = load_drafter(drafter_folder, device=device, dtype=dtype)
     cache = Cache.open(options.eval_cache)
     samples = list(range(len(np.asarray(cache.samples["row"]))))
     replayed = replayed_acceptance(cache, drafter, samples=samples)
