@@ -145,9 +145,8 @@ def run_one(options: argparse.Namespace, name: str, changes: dict[str, Any], see
 
 def decode(drafter: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Speculative decoding of held-out prompts against plain greedy decoding, by dflash-offline's evaluator."""
-    from dflash_offline.evaluate import evaluate
-
     from dflash_offline.config import TargetConfig
+    from dflash_offline.evaluate import evaluate
 
     began = time.monotonic()
     target = TargetConfig(model=str(options.target), tokenizer=options.tokenizer, dtype="bfloat16")
