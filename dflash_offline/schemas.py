@@ -18,7 +18,7 @@ MODELS = {
     "train": ("dflash_offline.config", "TrainRecipe"),
     "manifest": ("dflash_offline.cache.manifest", "Manifest"),
     "receipt": ("dflash_offline.cache.receipts", "Receipt"),
-    "state": ("dflash_offline.cache.store", "State"),
+    "state": ("dflash_offline.cache.state", "State"),
     "run-log-entry": ("dflash_offline.train.metrics", "RunLogEntry"),
 }
 

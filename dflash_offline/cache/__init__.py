@@ -10,7 +10,8 @@ from dflash_offline.cache.lock import CacheLock, LockHeld
 from dflash_offline.cache.manifest import Identity, Manifest, identity_differences, provenance_differences
 from dflash_offline.cache.plan import Plan, make_plan, padding_waste, shard_batches
 from dflash_offline.cache.receipts import Receipt
-from dflash_offline.cache.store import Cache, DamagedShard, SetAside, State
+from dflash_offline.cache.state import SetAside, State
+from dflash_offline.cache.store import Cache, DamagedShard
 
 __all__ = [
     "ENCODING_NAMES",

@@ -25,10 +25,11 @@ from dflash_offline.cache.files import (
 )
 from dflash_offline.cache.lock import LOCKS
 from dflash_offline.cache.manifest import MANIFEST, PREPARING, Identity, Layout, Manifest
-from dflash_offline.cache.receipts import RECEIPTS
+from dflash_offline.cache.receipt_book import RECEIPTS
 from dflash_offline.cache.samples import SAMPLES, make_samples, write_samples
 from dflash_offline.cache.shards import write_object
-from dflash_offline.cache.store import STATE, TARGET, Cache
+from dflash_offline.cache.state import STATE
+from dflash_offline.cache.store import TARGET, Cache
 from dflash_offline.errors import UsageError
 
 if TYPE_CHECKING:

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
 
 from dflash_offline.cache.files import DamagedFile, read_sealed, sha256_file, write_sealed
 from dflash_offline.cache.manifest import Manifest, read_manifest
-from dflash_offline.cache.receipts import FOLD_AT, DroppedSample, LayerStatistics, Receipt, ReceiptBook, StoredObject
+from dflash_offline.cache.receipt_book import FOLD_AT, ReceiptBook
+from dflash_offline.cache.receipts import DroppedSample, LayerStatistics, Receipt, StoredObject
 from dflash_offline.cache.samples import SAMPLES, Samples, read_samples
 from dflash_offline.cache.shards import ShardObject, layer_major, write_object
+from dflash_offline.cache.state import STATE, State
 from dflash_offline.errors import DFlashOfflineError
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from dflash_offline.cache.encodings.base import Encoding
 
-STATE = "state.json"
 TARGET = "target"
 
 
@@ -45,27 +45,6 @@ class DamagedShard(DFlashOfflineError):
     def __init__(self, shard: int, message: str) -> None:
         super().__init__(message)
         self.shard = shard
-
-
-class SetAside(BaseModel):
-    """A shard that failed too often."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    shard: int
-    error: str
-    attempts: int = 1
-
-
-class State(BaseModel):
-    """Content of ``state.json``: what extraction ended with."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    finished: bool = False
-    set_aside: list[SetAside] = Field(default_factory=list)
-    dropped: int = Field(0, description="samples dropped because their states were not finite")
-    self_sha256: str = ""
 
 
 class Cache:

@@ -24,7 +24,8 @@ from dflash_offline.cache.manifest import MANIFEST, PREPARING
 from dflash_offline.cache.plan import Plan
 from dflash_offline.cache.receipts import Receipt, parse_receipt
 from dflash_offline.cache.samples import SAMPLES
-from dflash_offline.cache.store import STATE, Cache, DamagedShard, State
+from dflash_offline.cache.state import STATE, State
+from dflash_offline.cache.store import Cache, DamagedShard
 
 logger = logging.getLogger(__name__)
 

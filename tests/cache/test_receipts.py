@@ -13,7 +13,8 @@ import pytest
 
 from dflash_offline.cache import Cache
 from dflash_offline.cache.files import DamagedFile, canonical_json
-from dflash_offline.cache.receipts import MOST_PACKS, LayerStatistics, Receipt, ReceiptBook, StoredObject
+from dflash_offline.cache.receipt_book import MOST_PACKS, ReceiptBook
+from dflash_offline.cache.receipts import LayerStatistics, Receipt, StoredObject
 from dflash_offline.cache.status import cache_status
 from tests.cache.helpers import fill, make_cache
 
