@@ -141,6 +141,52 @@ def export(
 
 
 @app.command()
+def evaluate(
+    drafter: Annotated[Path, typer.Argument(help="An exported drafter folder.")],
+    target: Annotated[str, typer.Option(help="The target: a folder, hub id or .gguf file.")],
+    cache: Annotated[Path | None, typer.Option(help="Cache whose held-out samples are decoded and replayed.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="File of conversations to decode instead.")] = None,
+    rows: Annotated[str | None, typer.Option(help="Python slice of the file's rows, e.g. '-200:'.")] = None,
+    count: Annotated[int, typer.Option(min=1, help="At most so many prompts.")] = 100,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Of each prompt.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="1 is off.")] = 1.0,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    tokenizer: Annotated[str | None, typer.Option(help="When it is not beside the target.")] = None,
+    lossless: Annotated[bool, typer.Option(help="Decode plainly as well and compare token ids.")] = True,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the whole report.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Decode prompts with drafter and target: acceptance length, speed-up, and whether the output stays the target's.
+
+    Example: dflash-offline evaluate drafter/ --target Qwen/Qwen3-4B --cache cache/ --count 50
+    """
+    from dflash_offline.config import TargetConfig, validate_recipe
+    from dflash_offline.evaluate import evaluate as run_evaluate
+
+    if cache is None and prompts is None:
+        raise UsageError("evaluate needs prompts: give --cache (its held-out samples) or --prompts FILE")
+    settings = {"model": target, "dtype": dtype, "tokenizer": tokenizer}
+    answer = run_evaluate(
+        drafter,
+        target=validate_recipe(settings, TargetConfig, source="evaluate"),
+        cache=cache,
+        prompts=prompts,
+        prompt_rows=rows,
+        count=count,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        lossless=lossless,
+        out=out,
+        progress=sys.stderr.isatty(),
+    )
+    _print(answer, json)
+
+
+@app.command()
 def status(path: Annotated[Path, typer.Argument(help="A cache or a run folder.")], json: JsonOption = False) -> None:
     """Say how far an extraction or a training run is, from its files alone."""
     if (path / "recipe.json").is_file():

@@ -200,7 +200,7 @@ class TrainRecipe(Strict):
     training: TrainRunConfig = Field(default_factory=TrainRunConfig)
 
 
-Recipe = TypeVar("Recipe", ExtractRecipe, TrainRecipe)
+Recipe = TypeVar("Recipe", bound=Strict)
 _FILE_NAMES = {ExtractRecipe: "extract.toml", TrainRecipe: "train.toml"}
 
 

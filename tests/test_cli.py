@@ -25,7 +25,7 @@ def command_line() -> str:
     lines = []
     for name, command in sorted(group.commands.items()):
         words = [
-            "|".join(p.opts) if p.param_type_name == "option" else p.human_readable_name.upper()
+            "|".join(p.opts) if p.param_type_name == "option" else (p.name or "").upper()
             for p in command.params
             if p.name != "help"
         ]
