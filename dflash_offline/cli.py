@@ -194,7 +194,7 @@ def status(path: Annotated[Path, typer.Argument(help="A cache or a run folder.")
 
         _print(run_status(path), json)
     else:
-        from dflash_offline.cache import cache_status
+        from dflash_offline.cache.status import cache_status
 
         _print(cache_status(path), json)
 
@@ -207,7 +207,7 @@ def verify(
     json: JsonOption = False,
 ) -> None:
     """Check every file of a cache against its checksum."""
-    from dflash_offline.cache import verify_cache
+    from dflash_offline.cache.verify import verify_cache
 
     report = verify_cache(cache, deep=deep, repair=repair)
     _print(report.as_dict(), json)
@@ -239,6 +239,11 @@ def main() -> None:
             raise
         typer.echo(f"error: {error}", err=True)
         raise SystemExit(error.exit_status) from None
+    except OSError as error:  # a full disk, a folder without permission: the system's own words say what
+        if debug:
+            raise
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         typer.echo("interrupted: run the same command again to go on", err=True)
         raise SystemExit(3) from None

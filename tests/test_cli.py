@@ -48,7 +48,7 @@ def test_the_command_line_is_what_was_frozen():
         (["status", "no/such/cache"], 2, ["no cache at"]),
         (["report", "no/such/run"], 1, ["no run log"]),
         (["train", "smollm2-135m", "--set", "cache=no/such/cache"], 2, ["no cache at"]),
-        (["export", "no/such/run", "--out", "x"], 2, ["no/such/run"]),
+        (["export", "no/such/run", "--out", "x"], 1, ["no/such/run", "give a run folder"]),
         (["nonsense"], 2, ["No such command"]),
     ],
 )
