@@ -4,7 +4,8 @@
 #   bash tests/bench/h200_main_job.sh setup    wheels of .whl into $SITE, parts of the GGUF file into $WORK
 #   bash tests/bench/h200_main_job.sh extract  caches of the training and the held-out conversations
 #   bash tests/bench/h200_main_job.sh ce       SpecForge's side and ours, 6 epochs each, decoded: smollm2_ce.json
-#   bash tests/bench/h200_main_job.sh tau A,B  recipes A and B (smollm2_variants.py): smollm2_tau.json
+#   bash tests/bench/h200_main_job.sh tau A,B  recipes A and B (smollm2_variants.py): smollm2_tau.json; extracts the
+#                                              cache of twelve layers and makes the initial drafter where they need it
 #   bash tests/bench/h200_main_job.sh run      setup, extract and ce
 #
 # Variables: WORK (scratch, default /tmp/dflash-bench), SITE (packages), OUT (results, default docs/benchmarks),
@@ -21,6 +22,7 @@ GGUF=${GGUF:-$WORK/SmolLM2-135M-Instruct.Q4_1.gguf}
 DATA=${DATA:-tests/data/smollm2_gsm8k.jsonl.gz}
 TOKENIZER=tests/data/smollm2_tokenizer
 SHA256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
+WIDE_LAYERS='[1,4,8,11,13,14,17,20,23,25,27,29]'
 PYTHON=${PYTHON:-python3}
 export DFLASH_OFFLINE_HOME=${DFLASH_OFFLINE_HOME:-$WORK/home} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=true
 export PYTHONPATH=$SITE:$PWD PYTHONUNBUFFERED=1 TQDM_DISABLE=1
@@ -70,11 +72,22 @@ extract() {
 }
 
 tau() { # variants
-  local gpus=()
+  local gpus=() more=()
+  case $1 in *wide* | *late*)
+    extract_one heldout-wide "${HELDOUT_ROWS:--200:}" 1.0 --set "target.layer_ids=$WIDE_LAYERS"
+    extract_one train-wide "${TRAIN_ROWS:-:-200}" 0.0 --set "target.layer_ids=$WIDE_LAYERS"
+    more+=(--wide-cache "$WORK/train-wide" --wide-eval-cache "$WORK/heldout-wide")
+    ;;
+  esac
+  case $1 in *init*)
+    [ -d "$WORK/init" ] || "$PYTHON" tests/bench/smollm2_init.py --target "$GGUF" --tokenizer "$TOKENIZER" --out "$WORK/init"
+    more+=(--init "$WORK/init")
+    ;;
+  esac
   [ "$GPUS" -gt 1 ] && [ -z "${CUDA_VISIBLE_DEVICES:-}" ] && gpus=(--gpu "$(seq -s, 0 $((GPUS - 1)))")
   "$PYTHON" tests/bench/smollm2_tau.py --cache "$WORK/train" --eval-cache "$WORK/heldout" --runs "$WORK/runs" \
     --target "$GGUF" --tokenizer "$TOKENIZER" --seeds "${SEEDS:-0}" --jobs "${JOBS:-1}" --variants "$1" "${gpus[@]}" \
-    ${MAX_MINUTES:+--max-minutes "$MAX_MINUTES"} --out "$OUT/smollm2_tau.json" ${EXTRA:-}
+    "${more[@]}" ${MAX_MINUTES:+--max-minutes "$MAX_MINUTES"} --out "$OUT/smollm2_tau.json" ${EXTRA:-}
 }
 
 specforge() {
@@ -118,6 +131,6 @@ case ${1:-run} in
   ce) ce ;;
   tau) tau "$2" ;;
   run) setup; extract; ce ;;
-  *) sed -n '2,20p' "$0"; exit 2 ;;
+  *) sed -n '2,21p' "$0"; exit 2 ;;
 esac
 say "done: $1"

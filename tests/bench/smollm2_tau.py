@@ -35,8 +35,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the variants with estimates and exit")
     parser.add_argument("--cache", type=Path, help="finished cache of the training conversations")
-    parser.add_argument("--wide-cache", type=Path, help="the same with ten layers, for the variants that need it")
     parser.add_argument("--eval-cache", type=Path, help="finished cache of the held-out conversations")
+    parser.add_argument("--wide-cache", type=Path, help="as --cache with twelve layers, for the variants that need it")
+    parser.add_argument("--wide-eval-cache", type=Path, help="as --eval-cache with twelve layers")
     parser.add_argument("--init", type=Path, help="drafter folder for the variants that start from the target's layers")
     parser.add_argument("--target", help="model for real decoding, with --decode")
     parser.add_argument("--tokenizer", help="its tokenizer, when not beside it")
@@ -84,14 +85,18 @@ def print_list(options: argparse.Namespace) -> None:
         )
 
 
+def is_wide(name: str) -> bool:
+    """Whether a variant reads layers that only the wide cache keeps."""
+    return name in VARIANTS and VARIANTS[name].cache == "wide"
+
+
 def train_recipe(options: argparse.Namespace, name: str, changes: dict[str, Any], seed: int, run: Path) -> Any:
     """The validated recipe of one run."""
     from dflash_offline.config import TrainRecipe, validate_recipe
 
-    wide = name in VARIANTS and VARIANTS[name].cache == "wide"
-    cache = options.wide_cache if wide else options.cache
-    if cache is None:
-        raise SystemExit(f"variant {name!r} needs {'--wide-cache' if wide else '--cache'}")
+    cache = options.wide_cache if is_wide(name) else options.cache
+    if cache is None or (is_wide(name) and options.wide_eval_cache is None):
+        raise SystemExit(f"variant {name!r} needs --wide-cache and --wide-eval-cache")
     recipe = merge(tomllib.loads(TRAIN_RECIPE.read_text()), changes)
     recipe = merge(recipe, {key: json.loads(value) for key, value in (item.split("=", 1) for item in options.set)})
     recipe = merge(recipe, {"cache": str(cache), "run": str(run), "training.seed": seed})
@@ -121,7 +126,7 @@ def run_one(options: argparse.Namespace, name: str, changes: dict[str, Any], see
     began = time.monotonic()
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     drafter, _ = load_drafter(drafter_folder, device=device, dtype=dtype)
-    cache = Cache.open(options.eval_cache)
+    cache = Cache.open(options.wide_eval_cache if is_wide(name) else options.eval_cache)
     samples = list(range(len(np.asarray(cache.samples["row"]))))
     replayed = replayed_acceptance(cache, drafter, samples=samples)
     outcome = {

@@ -35,7 +35,7 @@ class Variant:
         changes: dotted recipe keys and their values; None removes a key.
         expected: gain in acceptance length over the line it builds on, guessed beforehand.
         why: the reasoning, in one line.
-        cache: which cache it trains from; ``wide`` keeps ten layers instead of five.
+        cache: which cache it trains from; ``wide`` keeps twelve layers instead of five.
         needs: what is missing before it can run, or empty.
     """
 
@@ -120,7 +120,7 @@ VARIANTS: dict[str, Variant] = {
         "half the compute, but 0.68^7 = 7 % of the rounds would go beyond",
     ),
     "12ep-b16-2e-3-dpace-wide": Variant(
-        {**BEST_GUESS, "drafter.target_layer_ids": None},
+        {**BEST_GUESS, "drafter.target_layer_ids": [1, 4, 8, 11, 14, 17, 20, 23, 27, 29]},
         "0 to +0.1",
         "ten target layers in the context feature instead of five",
         cache="wide",
@@ -138,7 +138,6 @@ VARIANTS: dict[str, Variant] = {
         BEST_GUESS, "+0.05 to +0.15", "orthogonalised updates use few steps better than AdamW", needs="Muon"
     ),
 }
-WIDE_LAYER_IDS = [1, 4, 8, 11, 14, 17, 20, 23, 27, 29]
 
 
 def merge(recipe: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
