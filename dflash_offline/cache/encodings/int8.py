@@ -75,7 +75,8 @@ class Int8Encoding(Encoding):
             peak = rotated.abs().amax(-1)
             bits = ((peak / 127).view(torch.int32) + 0xFFFF) & ~0xFFFF
             scale = bits.view(torch.float32).view(-1, H // BLOCK)
-            finite = scale.isfinite().all(-1, keepdim=True)
+            # Of the peak, not the scale: a GPU's NaN has all bits set, and rounding it up would wrap to -0.
+            finite = peak.isfinite().view(-1, H // BLOCK).all(-1, keepdim=True)
             safe = torch.where((scale > 0) & finite, scale, 1.0)
             codes = rotated.div_(safe.view(-1, 1)).round_().clamp_(-127, 127).to(torch.int8)
             codes_LTH[layer, rows] = codes.view(-1, H).masked_fill_(~finite, _MISSING_CODE)
