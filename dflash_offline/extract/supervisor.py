@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
 MAX_START_FAILURES = 3
+HOPELESS_SHARDS = 5
 JOBS_AHEAD = 4  # of one worker: up to two being written, one computing, one waiting
 POLL_SECONDS = 0.2
 TAIL_LINES = 40
@@ -93,6 +94,7 @@ class Supervisor:
         self.failures: dict[int, int] = {}
         self.set_aside: dict[int, str] = {}
         self.meter = meter
+        self._done_before = meter.done_shards
         self.stopping = False
         self._start_message = start_message
         self._on_done = on_done
@@ -124,7 +126,7 @@ class Supervisor:
             self._kill_workers()
             self._selector.close()
             self._display.close()
-        if self.stopping:
+        if self.stopping and self.meter.done_shards + len(self.set_aside) < self.meter.total_shards:
             raise Interrupted(
                 f"{self.meter.done_shards} of {self.meter.total_shards} shards are in the cache; "
                 "run the same command again to go on"
@@ -153,17 +155,15 @@ class Supervisor:
     def _hand_out(self) -> None:
         if self.stopping:
             return
-        for replica in sorted(self.replicas, key=lambda r: r.outstanding):
-            if not replica.ready:
-                continue
-            if self.retries and not replica.outstanding:
+        for replica in self.replicas:
+            if self.retries and replica.ready and not replica.outstanding:
                 replica.alone = True
                 self._give(replica, self.retries.popleft())
-            while self.queue and not replica.alone and replica.ready and replica.outstanding < JOBS_AHEAD:
-                # Near the end every worker should have something: do not stack jobs that an idle one could take.
-                if replica.outstanding > 1 and len(self.queue) < len(self.replicas):
-                    break
-                self._give(replica, self.queue.popleft())
+        while self.queue:
+            able = [r for r in self.replicas if r.ready and not r.alone and r.outstanding < JOBS_AHEAD]
+            if not able:
+                break
+            self._give(min(able, key=lambda r: r.outstanding), self.queue.popleft())
 
     def _give(self, replica: Replica, shard: int) -> None:
         replica.waiting.append(shard)
@@ -245,6 +245,11 @@ class Supervisor:
             logger.error("shard %d is set aside after %d failures: %s", shard, count, last_line)
             self.set_aside[shard] = text
         self._on_failure(shard, count, text)
+        if len(self.set_aside) == HOPELESS_SHARDS and self.meter.done_shards == self._done_before:
+            raise DFlashOfflineError(
+                f"the first {HOPELESS_SHARDS} shards all failed {MAX_FAILURES} times, so the rest would too; the last "
+                f"one said:\n{text}"
+            )
 
     def _heard_error_output(self, replica: Replica) -> None:
         if replica.errors is None:
