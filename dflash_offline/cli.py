@@ -210,7 +210,7 @@ def verify(
     from dflash_offline.cache.verify import verify_cache
 
     report = verify_cache(cache, deep=deep, repair=repair)
-    _print(report.as_dict(), json)
+    _print(report.to_dict(), json)
     if not report.ok:
         raise typer.Exit(1)
 

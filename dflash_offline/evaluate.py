@@ -91,7 +91,7 @@ def evaluate(
     opened = None if cache is None else Cache.open(Path(cache))
     if prompts is None and opened is None:
         raise UsageError("evaluate needs prompts: a file of conversations, or a cache with held-out samples")
-    target = _load_target(target, device)
+    target = _load_target(target, drafter, device)
     model, shape = load_drafter(drafter, device=str(target.device), dtype=target.dtype)
     check_drafter(target, model)
     heads = folder_heads(drafter, target)
@@ -206,13 +206,16 @@ def _replayed(
     )
 
 
-def _load_target(target: TargetConfig | Target, device: str | None) -> Target:
+def _load_target(target: TargetConfig | Target, drafter: Path | str, device: str | None) -> Target:
+    """The target, capturing the layers that the drafter's folder names."""
     import torch
 
     from dflash_offline.target import load_target
 
     if not isinstance(target, TargetConfig):
         return target
+    layer_ids = list(drafter_config(drafter)["dflash_config"]["target_layer_ids"])
+    target = target.model_copy(update={"layer_ids": layer_ids})
     return load_target(target, device or ("cuda" if torch.cuda.is_available() else "cpu"), stop_early=False)
 
 
