@@ -9,8 +9,8 @@
 #   bash tests/bench/h200_main_job.sh run      setup, extract and ce
 #
 # Variables: WORK (scratch, default /tmp/dflash-bench), SITE (packages), OUT (results, default docs/benchmarks),
-# GGUF (the target, default joined from .gguf/part-*), DATA, SEEDS (default 0), JOBS (runs at a time on a GPU, default 1),
-# COUNT (prompts decoded, 200), MAX_MINUTES (start no recipe later), EXTRA (more options for smollm2_tau.py),
+# GGUF (the target, default joined from .gguf/part-*), DATA, SEEDS (default 0), JOBS (runs at a time on a GPU, default
+# 1), COUNT (prompts decoded, 200), MAX_MINUTES (start no recipe later), EXTRA (more options for smollm2_tau.py),
 # EXTRACT_SET (more --set for extraction), SPECFORGE_ARGS, CE_ARGS.
 # With two GPUs the two sides train on one each; with one they share it unless SERIAL=1, and the result says so.
 set -euo pipefail
@@ -26,7 +26,8 @@ WIDE_LAYERS='[1,4,8,11,13,14,17,20,23,25,27,29]'
 PYTHON=${PYTHON:-python3}
 export DFLASH_OFFLINE_HOME=${DFLASH_OFFLINE_HOME:-$WORK/home} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=true
 export PYTHONPATH=$SITE:$PWD PYTHONUNBUFFERED=1 TQDM_DISABLE=1
-export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$WORK/inductor} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$WORK/triton}
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$WORK/inductor}
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$WORK/triton}
 mkdir -p "$WORK" "$SITE" "$OUT"
 GPUS=$( (nvidia-smi -L 2>/dev/null || true) | wc -l)
 say() { printf '[%s] %s\n' "$(date +%T)" "$*"; }
@@ -38,8 +39,9 @@ setup() {
   fi
   if ! "$PYTHON" -c 'import importlib.metadata as m; m.version("dflash-offline")' 2>/dev/null; then
     # the checkout is used in place; exported folders record its version, which comes from this
-    mkdir -p "$SITE/dflash_offline-0.1.0.dist-info"
-    printf 'Metadata-Version: 2.1\nName: dflash-offline\nVersion: 0.1.0\n' >"$SITE/dflash_offline-0.1.0.dist-info/METADATA"
+    local info=$SITE/dflash_offline-0.1.0.dist-info
+    mkdir -p "$info"
+    printf 'Metadata-Version: 2.1\nName: dflash-offline\nVersion: 0.1.0\n' >"$info/METADATA"
   fi
   if [ ! -f "$GGUF" ]; then
     cp .gguf/part-* "$WORK"/ 2>/dev/null || true
@@ -80,7 +82,8 @@ tau() { # variants
     ;;
   esac
   case $1 in *init*)
-    [ -d "$WORK/init" ] || "$PYTHON" tests/bench/smollm2_init.py --target "$GGUF" --tokenizer "$TOKENIZER" --out "$WORK/init"
+    [ -d "$WORK/init" ] ||
+      "$PYTHON" tests/bench/smollm2_init.py --target "$GGUF" --tokenizer "$TOKENIZER" --out "$WORK/init"
     more+=(--init "$WORK/init")
     ;;
   esac
@@ -131,6 +134,6 @@ case ${1:-run} in
   ce) ce ;;
   tau) tau "$2" ;;
   run) setup; extract; ce ;;
-  *) sed -n '2,21p' "$0"; exit 2 ;;
+  *) sed -n '2,18p' "$0"; exit 2 ;;
 esac
 say "done: $1"
