@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NOT_FINITE = "not-finite"
-STATE_BUFFERS = 2  # one computed into, one encoded from
+STATE_BUFFERS_GPU = 2  # one computed into, one encoded from
 Result = TypeVar("Result")
 
 
@@ -98,24 +98,30 @@ class ShardRunner:
                 dtype=torch.bfloat16,
                 device=self.device,
             )
-            for _ in range(STATE_BUFFERS if gpu else 1)
+            for _ in range(STATE_BUFFERS_GPU if gpu else 1)
         ]
-        self._turn = 0
+        self._turn = self._unfinished = 0
         self._side = torch.cuda.Stream(self.device) if gpu else None
         self._pool = BufferPool(layout.hidden_arrays, layout.shard_tokens, pinned=gpu)
         self._writers = Writers(self._write_failed)
 
     # ---- the two halves ----------------------------------------------------------------------------------------------
 
+    @property
+    def depth(self) -> int:
+        """How many shards may be launched and not finished."""
+        return len(self._states_TLH)
+
     @torch.inference_mode()
     def launch(self, shard: int) -> LaunchedShard:
         """Start the forward passes of a shard.
 
-        On a GPU at most two shards may be launched and not finished: their states share two buffers.
-
         Raises:
             DamagedShard: the tokens in the cache do not match their checksums.
+            RuntimeError: :attr:`depth` shards are launched and not finished, and hold all the memory for states.
         """
+        if self._unfinished == self.depth:
+            raise RuntimeError(f"{self.depth} shards are launched already: finish one first")
         started_at = time.time()
         samples = self.cache.shard_samples(shard)
         lengths = self.cache.samples.length[samples.start : samples.stop].astype(np.int64)
@@ -134,15 +140,24 @@ class ShardRunner:
         if self._side is not None:
             launched.computed = torch.cuda.Event()
             launched.computed.record()
+        self._unfinished += 1
         return launched
 
     @torch.inference_mode()
     def finish(self, launched: LaunchedShard) -> None:
         """Check, encode and measure the states of a launched shard, and hand them to the writing threads.
 
+        Shards are finished in the order in which they were launched.
+
         Raises:
             WrongStates: a layer is zero, constant or repeated.
         """
+        try:
+            self._finish(launched)
+        finally:
+            self._unfinished -= 1
+
+    def _finish(self, launched: LaunchedShard) -> None:
         dropped = []
         side = torch.cuda.stream(self._side) if self._side is not None else contextlib.nullcontext()
         buffer = self._pool.lend(lambda begins, seconds: self._tell("waiting", waiting=begins, seconds=seconds))

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
 MAX_START_FAILURES = 3
-HOPELESS_SHARDS = 5
+HOPELESS_SHARDS = 5  # that failed where none succeeded
 JOBS_AHEAD = 4  # of one worker: up to two being written, one computing, one waiting
 POLL_SECONDS = 0.2
 TAIL_LINES = 40
@@ -155,15 +155,19 @@ class Supervisor:
     def _hand_out(self) -> None:
         if self.stopping:
             return
-        for replica in self.replicas:
-            if self.retries and replica.ready and not replica.outstanding:
-                replica.alone = True
-                self._give(replica, self.retries.popleft())
+        able = [replica for replica in self.replicas if replica.ready and not replica.alone]
+        if self.retries and able:
+            # One worker takes no new jobs until it is empty, and then a single one that failed before.
+            free = min(able, key=lambda replica: replica.outstanding)
+            able.remove(free)
+            if not free.outstanding:
+                free.alone = True
+                self._give(free, self.retries.popleft())
         while self.queue:
-            able = [r for r in self.replicas if r.ready and not r.alone and r.outstanding < JOBS_AHEAD]
+            able = [replica for replica in able if replica.ready and replica.outstanding < JOBS_AHEAD]
             if not able:
                 break
-            self._give(min(able, key=lambda r: r.outstanding), self.queue.popleft())
+            self._give(min(able, key=lambda replica: replica.outstanding), self.queue.popleft())
 
     def _give(self, replica: Replica, shard: int) -> None:
         replica.waiting.append(shard)
@@ -245,10 +249,10 @@ class Supervisor:
             logger.error("shard %d is set aside after %d failures: %s", shard, count, last_line)
             self.set_aside[shard] = text
         self._on_failure(shard, count, text)
-        if len(self.set_aside) == HOPELESS_SHARDS and self.meter.done_shards == self._done_before:
+        if len(self.failures) >= HOPELESS_SHARDS and self.meter.done_shards == self._done_before:
             raise DFlashOfflineError(
-                f"the first {HOPELESS_SHARDS} shards all failed {MAX_FAILURES} times, so the rest would too; the last "
-                f"one said:\n{text}"
+                f"{len(self.failures)} shards failed and none succeeded, so the rest would fail too; the last one said:\n"
+                f"{text}"
             )
 
     def _heard_error_output(self, replica: Replica) -> None:

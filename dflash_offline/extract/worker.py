@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from typing import IO, TYPE_CHECKING, Any
 
 from dflash_offline.errors import DFlashOfflineError
@@ -105,19 +106,27 @@ def serve(start: Message, jobs: queue.SimpleQueue[int | None], stop: threading.E
 
 def _work(runner: ShardRunner, jobs: queue.SimpleQueue[int | None], stop: threading.Event, tell: Messenger) -> None:
     """Take jobs until told to stop; jobs not begun by then are left."""
-    pending: LaunchedShard | None = None
-    while pending is not None or not stop.is_set():
+    launched: deque[LaunchedShard] = deque()
+
+    def finish_oldest() -> None:
+        oldest = launched.popleft()
+        runner.attempt(oldest.shard, lambda: runner.finish(oldest))
+
+    while launched or not stop.is_set():
         try:
-            shard = jobs.get(block=pending is None)
+            shard = jobs.get(block=not launched)
         except queue.Empty:
             shard = None
-        launched = None
-        if shard is not None and not stop.is_set():
-            tell("started", shard=shard)
-            launched = runner.attempt(shard, lambda number=shard: runner.launch(number))
-        if pending is not None:
-            runner.attempt(pending.shard, lambda done=pending: runner.finish(done))
-        pending = launched
+        if shard is None or stop.is_set():
+            if launched:
+                finish_oldest()
+            continue
+        tell("started", shard=shard)
+        started = runner.attempt(shard, lambda number=shard: runner.launch(number))
+        if started is not None:
+            launched.append(started)
+        while len(launched) >= runner.depth:
+            finish_oldest()
 
 
 def main() -> None:

@@ -204,3 +204,13 @@ def test_dropped_samples_above_the_limit_fail_the_run_and_name_the_rows():
     limit.add([item, item])
     with pytest.raises(DFlashOfflineError, match=r"3 of 100 samples .*0\.02.*row 17 \(id row-17\)"):
         limit.add([item])
+
+
+def test_launching_over_the_states_of_an_unfinished_shard_is_refused(prepared):
+    recipe, cache = prepared()
+    runner = ShardRunner(cache, load(recipe, cache), BATCH, lambda *_args, **_fields: None)
+    launched = [runner.launch(shard) for shard in range(runner.depth)]
+    with pytest.raises(RuntimeError, match="finish one first"):
+        runner.launch(runner.depth)
+    runner.finish(launched[0])
+    runner.launch(runner.depth)
