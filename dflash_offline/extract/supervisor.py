@@ -251,8 +251,8 @@ class Supervisor:
         self._on_failure(shard, count, text)
         if len(self.failures) >= HOPELESS_SHARDS and self.meter.done_shards == self._done_before:
             raise DFlashOfflineError(
-                f"{len(self.failures)} shards failed and none succeeded, so the rest would fail too; the last one said:\n"
-                f"{text}"
+                f"{len(self.failures)} shards failed and none succeeded, so the rest would fail too; "
+                f"the last one said:\n{text}"
             )
 
     def _heard_error_output(self, replica: Replica) -> None:
