@@ -123,10 +123,12 @@ def replay_answers(
             proposals, texts = drafts.tolist(), truth.tolist()
             produced = []
             for i, row in enumerate(rows):
-                limit = min(block_size - 1, left[i])
-                kept = min(accepted[i], limit)
+                kept = min(accepted[i], left[i])
                 bonus = texts[i][kept + 1]
-                produced.append(generations[row].add_round(proposals[i][:limit], kept, bonus, budgets[row], ()))
+                count = generations[row].add_round(proposals[i][: sizes[i] - 1], kept, bonus, budgets[row], ())
+                if left[i] == count:  # the answer's end stands for the stop token: nothing behind it was proposed
+                    generations[row].proposed[-1] = min(generations[row].proposed[-1], count)
+                produced.append(count)
             anchors = anchors + torch.tensor(produced, device=device)
             going = [i for i, row in enumerate(rows) if len(generations[row].tokens) < budgets[row]]
             if len(going) < len(rows):

