@@ -94,6 +94,8 @@ def evaluate(
     target = _load_target(target, drafter, device)
     model, shape = load_drafter(drafter, device=str(target.device), dtype=target.dtype)
     check_drafter(target, model)
+    if opened is not None:
+        check_cache(opened, target)
     heads = folder_heads(drafter, target)
     tokenizer = None if prompts is not None and not isinstance(prompts, (str, Path)) else target.resolved.tokenizer()
     stop_ids = target_stop_ids(target, tokenizer)
@@ -168,6 +170,22 @@ def folder_heads(folder: Path | str, target: Target) -> TargetHeads:
             scale, softcap, heads.embed_scale, heads.logit_softcap,
         )  # fmt: skip
     return replace(heads, embed_scale=scale, logit_softcap=softcap)
+
+
+def check_cache(cache: Cache, target: Target) -> None:
+    """Refuse a cache made with a target of another shape; its tokens and states would mean nothing here.
+
+    Raises:
+        UsageError: hidden size, layers or vocabulary differ.
+    """
+    config = cache.target_config()
+    theirs = tuple(config[name] for name in ("hidden_size", "num_hidden_layers", "vocab_size"))
+    ours = (target.hidden_size, target.num_layers, target.vocab_size)
+    if theirs != ours:
+        raise UsageError(
+            f"{cache.path} was made with {cache.manifest.identity.target.model} (hidden size, layers, vocabulary "
+            f"{theirs}), not with {target.resolved.settings.model} {ours}: give the cache of this target"
+        )
 
 
 def target_stop_ids(target: Target, tokenizer: Any = None) -> list[int]:

@@ -32,7 +32,7 @@ class TargetHeads:
     logit_softcap: float | None = None
 
     @classmethod
-    def of(cls, tensors: dict[str, Tensor], info: dict[str, Any], dtype: Any = None) -> TargetHeads:
+    def of(cls, tensors: dict[str, Tensor], info: dict[str, Any], dtype: Any) -> TargetHeads:
         """From named tensors (``embed_tokens.weight``, ``lm_head.weight`` unless tied) and what goes with them."""
         embedding = tensors["embed_tokens.weight"].to(dtype)
         head = embedding if info["tied"] else tensors["lm_head.weight"].to(dtype)

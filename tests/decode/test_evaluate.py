@@ -168,7 +168,21 @@ def test_hybrid_targets_are_evaluated_one_prompt_at_a_time(qwen3_5, qwen3_5_draf
     assert report["lossless"] and report["acceptance_length"] > 2
 
 
-def test_wrong_requests(job, llama):
+@pytest.mark.parametrize("size", [1, 2, None])
+def test_batch_size_changes_nothing(job, size):
+    report = evaluate(
+        job.drafter, target=job.target, prompts=job.prompts[:3], max_new_tokens=9, batch_size=size, timed_prompts=0
+    )
+    again = evaluate(job.drafter, target=job.target, prompts=job.prompts[:3], max_new_tokens=9, timed_prompts=0)
+    same = ("rounds", "tokens", "acceptance_length", "acceptance_by_position", "lossless")
+    assert {key: report[key] for key in same} == {key: again[key] for key in same}
+
+
+def test_wrong_requests(job, llama, llama_drafter, tmp_path):
+    config = exported_config(llama_drafter.shape, "float32", llama.heads_info())
+    folder = write_drafter_folder(tmp_path / "drafter", config, dict(llama_drafter.state_dict()), {})
+    with pytest.raises(UsageError, match="was made with target"):
+        evaluate(folder, target=llama, cache=job.cache.path)
     with pytest.raises(UsageError, match="needs prompts"):
         evaluate(job.drafter, target=job.target)
     with pytest.raises(UsageError, match="another target"):
