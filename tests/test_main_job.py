@@ -126,9 +126,9 @@ def test_running_a_finished_job_again_changes_nothing(job):
 @pytest.mark.timeout(600)
 def test_a_recipe_that_describes_another_cache_is_refused_by_name(job):
     folder, _ = job
-    done = run(folder, "extract", "extract.toml", "--set", "layout.encoding=bf16", status=1)
+    done = run(folder, "extract", "extract.toml", "--set", "layout.encoding=bf16", status=2)
     assert "encoding.name: the cache has 'int8', the recipe asks for 'bf16'" in done.stderr
-    done = run(folder, "train", "train.toml", "--set", "optimizer.learning_rate=2e-3", status=1)
+    done = run(folder, "train", "train.toml", "--set", "optimizer.learning_rate=2e-3", status=2)
     assert "learning_rate" in done.stderr
     done = run(folder, "train", "train.toml", "--set", "run=other", "--set", "rows.context_tokens=128", status=2)
     assert "context_tokens" in done.stderr
