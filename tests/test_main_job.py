@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.tiny_models import tiny_llama
 
 DATA = Path(__file__).parent / "data"
@@ -86,7 +87,7 @@ def job(tmp_path_factory):
 
 @pytest.mark.timeout(600)
 def test_the_whole_job_runs_and_its_answers_agree(job):
-    folder, answers = job
+    _, answers = job
     extracted, trained, evaluated = answers["extract"], answers["train"], answers["evaluate"]
     assert extracted["samples"] == 40 and extracted["dropped"] == 0 and not extracted["set_aside"]
     assert extracted["bf16_bytes"] == extracted["tokens"] * 3 * 64 * 2
@@ -133,7 +134,7 @@ def test_a_recipe_that_describes_another_cache_is_refused_by_name(job):
     done = run(folder, "train", "train.toml", "--set", "run=other", "--set", "rows.context_tokens=128", status=2)
     assert "context_tokens" in done.stderr
     done = run(folder, "train", "train.toml", "--set", "run=other", "--set", "drafter.mask_token_id=2", status=2)
-    assert "mask" in done.stderr and "eos" in done.stderr
+    assert "mask token 2 is the pad token" in done.stderr
 
 
 @pytest.mark.timeout(600)

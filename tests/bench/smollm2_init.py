@@ -24,7 +24,7 @@ from dflash_offline.drafter.shape import shape_from_target
 from dflash_offline.export import exported_config, write_drafter_folder
 from dflash_offline.target import load_target
 
-RECIPE = Path(__file__).parents[2] / "stages" / "smollm2-135m" / "train.toml"
+RECIPE = Path(__file__).parent / "smollm2_plain.toml"
 
 
 @torch.no_grad()

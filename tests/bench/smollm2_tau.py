@@ -27,7 +27,7 @@ import numpy as np
 from results import result, write_results
 from smollm2_variants import VARIANTS, estimate, merge
 
-TRAIN_RECIPE = Path(__file__).parents[2] / "stages" / "smollm2-135m" / "train.toml"
+TRAIN_RECIPE = Path(__file__).parent / "smollm2_plain.toml"
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -29,7 +29,7 @@ HEAD_PARAMETERS = 576 * 49152
 
 @dataclass(frozen=True)
 class Variant:
-    """A training recipe as changes to ``stages/smollm2-135m/train.toml``.
+    """A training recipe as changes to ``smollm2_plain.toml`` beside this file.
 
     Attributes:
         changes: dotted recipe keys and their values; None removes a key.

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the benchmarks are scripts bes
 from smollm2_variants import VARIANTS, block_flops, estimate, merge
 from train_step import SHAPES
 
-RECIPE = tomllib.loads((Path(__file__).parents[2] / "stages" / "smollm2-135m" / "train.toml").read_text())
+RECIPE = tomllib.loads((Path(__file__).parent / "smollm2_plain.toml").read_text())
 
 
 @pytest.mark.parametrize("name", VARIANTS)
