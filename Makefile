@@ -6,6 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := true
+# glibc keeps large blocks instead of mapping them anew each step: a sixth of the CPU demo's training time
+export MALLOC_MMAP_THRESHOLD_ := 4294967296
+export MALLOC_TRIM_THRESHOLD_ := 4294967296
 
 .PHONY: demo test test-long lint schemas clean
 
@@ -29,8 +32,8 @@ schemas: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[gguf,tensorboard,test,dev]'
-	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps dflash==0.1.0
+	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e '.[gguf,tensorboard,test,dev]'
+	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check --no-deps dflash==0.1.0
 	touch $@
 
 clean:

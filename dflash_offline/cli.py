@@ -96,7 +96,7 @@ def extract(
     from dflash_offline.extract import extract as run_extract
 
     overrides = [*set, f'run.gpus="{gpus}"'] if gpus else set
-    _print(run_extract(load_recipe(recipe, ExtractRecipe, overrides), progress=sys.stderr.isatty()), json)
+    _print(run_extract(load_recipe(recipe, ExtractRecipe, overrides), progress=True), json)
 
 
 @app.command()

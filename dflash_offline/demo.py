@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -83,12 +84,12 @@ def run_demo(model: str | None, overrides: list[str], out: Path) -> dict[str, An
     shared = [f"cache={json.dumps(str(out / 'cache'))}"]
     extract_recipe = load_recipe(name, ExtractRecipe, [*shared, f"target.model={json.dumps(model)}"])
     train_recipe = load_recipe(name, TrainRecipe, [*shared, f"run={json.dumps(str(out / 'run'))}", *overrides])
-    progress = sys.stderr.isatty()
+    terminal = sys.stderr.isatty()
 
     _step("prepare and extract: the target reads the conversations once")
-    extracted = extract(extract_recipe, progress=progress)
+    extracted = extract(extract_recipe, progress=True)
     _step("train the drafter from the cache")
-    trained = train(train_recipe, progress=progress)
+    trained = train(train_recipe, progress=terminal)
     _step("export")
     drafter = export_drafter(Path(train_recipe.run), out / "drafter", dtype="bfloat16" if gpu else "float32")
     _step("evaluate: speculative against plain greedy decoding of held-out prompts")
@@ -99,7 +100,7 @@ def run_demo(model: str | None, overrides: list[str], out: Path) -> dict[str, An
         count=100 if gpu else 8,
         max_new_tokens=256 if gpu else 48,
         out=out / "evaluation.json",
-        progress=progress,
+        progress=terminal,
     )
     _step("report")
     page = write_report(Path(train_recipe.run), out / "report.html", evaluation=out / "evaluation.json")
@@ -132,6 +133,8 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[], help="override a key of the training recipe")
     parser.add_argument("--fetch-only", action="store_true", help="only download the model and print its path")
     options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    logging.getLogger("dflash_offline").setLevel(logging.INFO)
     started = time.monotonic()
     try:
         if options.fetch_only:
