@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_offline.cache.files import TEMPORARY_PREFIX, fsync_dir, fsync_tree, no_space_explained, write_json_atomic
-from dflash_offline.drafter.shape import DrafterShape, rope_of
+from dflash_offline.drafter.shape import DrafterShape
 from dflash_offline.errors import DFlashOfflineError, UsageError
+from dflash_offline.target.rope import rope_of
 
 if TYPE_CHECKING:
     import torch

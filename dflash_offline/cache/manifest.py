@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dflash_offline.cache.arrays import ArraySpec
 from dflash_offline.cache.files import DamagedFile, read_sealed
-from dflash_offline.errors import DFlashOfflineError, UsageError
+from dflash_offline.errors import UsageError
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -155,11 +155,11 @@ def refuse_other_identity(cache: Path, old: Identity, new: Identity) -> None:
     """Raise when a cache is not the one that a recipe describes.
 
     Raises:
-        DFlashOfflineError: with every difference, one a line.
+        UsageError: with every difference, one a line.
     """
     differences = identity_differences(old, new)
     if differences:
-        raise DFlashOfflineError(
+        raise UsageError(
             f"the cache {cache} was made from something else than this recipe describes:\n"
             + "\n".join(f"  {line}" for line in differences)
             + "\nChange the recipe back, or give it another cache folder."

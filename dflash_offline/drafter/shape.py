@@ -14,7 +14,7 @@ from dflash_offline.config import DrafterConfig
 from dflash_offline.errors import UsageError
 from dflash_offline.target.rope import rope_of
 
-__all__ = ["FULL", "SLIDING", "DrafterShape", "rope_of", "shape_from_target"]
+__all__ = ["FULL", "SLIDING", "DrafterShape", "shape_from_target"]
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_offline.config import ExtractRecipe
-from dflash_offline.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash_offline.cache import Cache, Identity
@@ -102,7 +101,7 @@ def _create(path: Path, recipe: ExtractRecipe, progress: bool) -> Cache:
             corpus=corpus,
             plan=plan,
             identity=identity,
-            provenance=provenance(stamp),
+            provenance=provenance(stamp, recipe),
             encoding=encoding,
             hidden_size=resolved.hidden_size,
             target_folder_writer=fill_target_folder,
@@ -176,7 +175,7 @@ def _compare(cache: Cache, recipe: ExtractRecipe) -> None:
     Raises:
         UsageError: with every difference, one a line.
     """
-    from dflash_offline.cache import identity_differences, provenance_differences
+    from dflash_offline.cache.manifest import provenance_differences, refuse_other_identity
     from dflash_offline.conversations.corpus import corpus_fingerprint
     from dflash_offline.conversations.sources import hash_texts, open_sources
     from dflash_offline.target import resolve_target
@@ -187,16 +186,11 @@ def _compare(cache: Cache, recipe: ExtractRecipe) -> None:
     contents = [source.content_sha256() for source in open_sources(recipe.data)]
     fingerprint = corpus_fingerprint(recipe.data, tokenizer, contents)
     asked = describe(recipe, resolved, tokenizer, hash_texts(contents), fingerprint, have.plan_sha256)
-    differences = identity_differences(have, asked)
-    if differences:
-        raise UsageError(
-            f"the cache {cache.path} was made from something else than this recipe describes:\n"
-            + "\n".join(f"  {line}" for line in differences)
-            + "\nChange the recipe back, or name another folder in cache."
-        )
-    then = cache.manifest.provenance.get("versions", {})
-    for line in provenance_differences({"versions": then}, {"versions": library_versions()}):
-        logger.warning("%s", line.replace("the recipe asks for", "now installed is"))
+    refuse_other_identity(cache.path, have, asked)
+    there = cache.manifest.provenance
+    now = {"versions": library_versions(), "batch_tokens": recipe.run.batch_tokens}  # both may change last bits
+    for line in provenance_differences({key: there.get(key) for key in now}, now):
+        logger.warning("%s", line.replace("the recipe asks for", "now it is"))
 
 
 def library_versions() -> dict[str, str]:
@@ -210,12 +204,13 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
-def provenance(stamp: str | None) -> dict[str, Any]:
+def provenance(stamp: str | None, recipe: ExtractRecipe) -> dict[str, Any]:
     """Where and with what a cache was prepared; a difference later warns only."""
     return {
         "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "host": socket.gethostname(),
         "versions": library_versions(),
+        "batch_tokens": recipe.run.batch_tokens,
         "stamp": stamp,
     }
 
