@@ -236,5 +236,5 @@ def quick_stamp(recipe: ExtractRecipe) -> str | None:
                     status = file.stat()
                     files.append([str(file.resolve()), status.st_size, status.st_mtime_ns])
     settings = recipe.model_dump(mode="json", exclude=_NOT_SHAPING)
-    parts = {"settings": settings, "versions": library_versions(), "files": files}
+    parts = {"settings": settings, "versions": library_versions(), "files": files, "batch": recipe.run.batch_tokens}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
