@@ -53,7 +53,9 @@ def check_cache_folder(path: Path) -> bool:
         return False
     if not path.is_dir():
         raise UsageError(f"the cache path {path} is a file: name a folder that does not exist yet")
-    names = {entry.name for entry in path.iterdir() if entry.name != LOCKS}
+    # killed before the marker got its name, a preparation leaves the marker's temporary file and nothing else
+    begun = f"{TEMPORARY_PREFIX}{PREPARING}-"
+    names = {entry.name for entry in path.iterdir() if entry.name != LOCKS and not entry.name.startswith(begun)}
     if names and PREPARING not in names:
         raise UsageError(
             f"the cache path {path} is some other folder: it is not empty ({', '.join(sorted(names)[:5])}) and holds "

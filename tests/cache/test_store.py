@@ -331,6 +331,13 @@ class TestCreate:
             if (tmp_path / "cache" / file).is_file():
                 assert (tmp_path / "cache" / file).read_bytes() == (tmp_path / "undisturbed" / file).read_bytes()
 
+    def test_killed_while_its_first_file_had_no_name_yet(self, tmp_path):
+        (tmp_path / "cache").mkdir()
+        (tmp_path / "cache" / ".tmp-preparing.json-1969").write_text("{")
+        assert not check_cache_folder(tmp_path / "cache")
+        create(tmp_path / "cache")
+        assert not list((tmp_path / "cache").glob(".tmp-*"))
+
     @pytest.mark.parametrize("delay", [0.05, *(pytest.param(i / 50, marks=pytest.mark.long) for i in range(20))])
     def test_kill_9_at_any_moment_leaves_a_folder_that_can_be_prepared_again(self, tmp_path, delay):
         context = multiprocessing.get_context("spawn")
