@@ -15,9 +15,10 @@ export MALLOC_TRIM_THRESHOLD_ := 4294967296
 demo: $(VENV)/.installed
 	$(BIN)/python -m dflash_offline.demo $(DEMO)
 
+# two processes of one thread each: most of the time goes to starting processes and to small tensors
 test: $(VENV)/.installed
 	$(BIN)/python -m dflash_offline.demo --fetch-only
-	$(BIN)/python -m pytest $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
 test-long: $(VENV)/.installed
 	$(BIN)/python -m dflash_offline.demo --fetch-only
