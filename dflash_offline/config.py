@@ -184,7 +184,9 @@ class TrainRunConfig(Strict):
     checkpoint_every: PositiveInt = Field(500, description="Steps between checkpoints.")
     checkpoints_kept: PositiveInt = 2
     head_chunk: PositiveInt = Field(4096, description="Positions of one chunk of the fused head and cross-entropy.")
-    tensorboard: bool = True
+    trackers: list[Literal["tensorboard", "wandb"]] = Field(
+        ["tensorboard"], description="Where the numbers of the log are shown too; wandb needs the extra of that name."
+    )
     allow_set_aside: bool = False
 
 

@@ -60,6 +60,7 @@ from dflash_offline.train.setup import (
 from dflash_offline.train.shard_store import ShardReader, ShardStore
 from dflash_offline.train.step import DrafterStep, FrozenTarget
 from dflash_offline.train.summary import progress_text, run_summary, start_entry
+from dflash_offline.train.trackers import open_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +192,8 @@ class _Run:
         self.feed.start(plan_steps(plan.order, plan.schedule, self.first_step, shard_of), self.memory.ahead)
         if not self.heldout_plan:
             logger.warning("the cache has no held-out samples: the run is not evaluated")
-        self.log = RunLog(self.path, log_bytes, self.first_step, self.settings.tensorboard)
+        trackers = open_trackers(self.settings.trackers, self.path, self.first_step, recipe.model_dump(mode="json"))
+        self.log = RunLog(self.path, log_bytes, trackers)
         stack.callback(self.log.close)
 
     # ---- the loop -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The run log: typed entries, one JSON object a line in ``run/log.jsonl``, and the same numbers as TensorBoard scalars.
+"""The run log: typed entries, one JSON object a line in ``run/log.jsonl``, and the same numbers for the trackers.
 
 Everything outside an entry's ``run`` section is a function of the recipe and the cache: on CPU with fixed threads a run
 that was killed and resumed writes the same entries as one that was not. A resumed run cuts the log back to the length
@@ -8,17 +8,18 @@ that its checkpoint recorded, so readers always get one curve.
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from dflash_offline.errors import DFlashOfflineError
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from dflash_offline.train.trackers import Tracker
+
 LOG_NAME = "log.jsonl"
 
 
@@ -149,39 +150,41 @@ def read_run_log(path: Path) -> list[Any]:
     return entries
 
 
+def scalars_of(entry: StepEntry | EvaluateEntry) -> dict[str, float]:
+    """Numbers of an entry as trackers show them: ``train/loss``, ``heldout/accuracy``, ``train/tokens_per_second``."""
+    group = "train" if isinstance(entry, StepEntry) else "heldout"
+    values = {**entry.model_dump(), **entry.run}
+    return {
+        f"{group}/{key}": value
+        for key, value in values.items()
+        if isinstance(value, float) or (isinstance(value, int) and key in ("tokens", "blocks", "memory"))
+    }
+
+
 class RunLog:
-    """Appends entries to the log and mirrors numbers to TensorBoard.
+    """Appends entries to the log and shows their numbers on the trackers.
 
     Args:
         run: The run folder.
         length: Bytes of the log to keep; what lies behind belongs to steps that will be run again.
-        step: Optimizer steps done; TensorBoard hides later points of an earlier attempt.
-        tensorboard: Write scalars to ``run/tensorboard`` if the package is installed.
+        trackers: Where numbers are shown too; closed with the log.
     """
 
-    def __init__(self, run: Path, length: int, step: int, tensorboard: bool) -> None:
+    def __init__(self, run: Path, length: int, trackers: Tracker) -> None:
         self.path = run / LOG_NAME
         self._file = open(self.path, "ab")
         self._file.truncate(length)
         self._file.seek(length)
-        self._writer: Any = None
-        if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                logger.debug("no TensorBoard scalars: the package tensorboard is not installed")
-            else:
-                self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=step + 1)
+        self._trackers = trackers
 
     def write(self, entry: Entry) -> None:
         """Append one entry."""
         self._file.write(json.dumps(entry.model_dump(mode="json"), allow_nan=False).encode() + b"\n")
         self._file.flush()
-        if self._writer is not None and isinstance(entry, StepEntry | EvaluateEntry):
-            group = "train" if isinstance(entry, StepEntry) else "heldout"
-            for key, value in {**entry.model_dump(), **entry.run}.items():
-                if isinstance(value, float) or (isinstance(value, int) and key in ("tokens", "blocks", "memory")):
-                    self._writer.add_scalar(f"{group}/{key}", value, entry.step)
+        if isinstance(entry, StepEntry | EvaluateEntry):
+            self._trackers.scalars(entry.step, scalars_of(entry))
+        elif isinstance(entry, EndEntry):
+            self._trackers.text("summary", json.dumps(entry.summary, indent=1))
 
     def sync(self) -> int:
         """Flush to disk; returns the length in bytes."""
@@ -190,7 +193,6 @@ class RunLog:
         return self._file.tell()
 
     def close(self) -> None:
-        """Close the file and TensorBoard's."""
+        """Close the file and the trackers."""
         self._file.close()
-        if self._writer is not None:
-            self._writer.close()
+        self._trackers.close()

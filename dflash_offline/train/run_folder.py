@@ -35,7 +35,8 @@ _FREE = {
     "training.checkpoint_every",
     "training.checkpoints_kept",
     "training.head_chunk",
-    "training.tensorboard",
+    "training.tensorboard",  # of runs begun before training.trackers
+    "training.trackers",
     "training.allow_set_aside",
 }
 

@@ -185,7 +185,7 @@ def make_recipe(cache: Path, run: Path, **sections) -> TrainRecipe:
             "log_every": 3,
             "evaluate_every": 5,
             "checkpoint_every": 4,
-            "tensorboard": False,
+            "trackers": [],
             "threads": 1,
         },
     }

@@ -106,7 +106,7 @@ def test_held_out_anchors_do_not_depend_on_the_runs_seed(small_cache, tmp_path):
         {"loss": {"name": "d-pace", "normalize": "sequences"}, "optimizer": {"schedule": "linear"}},
         {"drafter": {"sliding_window": 16}, "rows": {"rows_per_step": 3}},
         {"drafter": {"target_layer_ids": [3]}, "rows": {"anchor_slots": 24}},
-        {"training": {"max_steps": 3, "tensorboard": True}},
+        {"training": {"max_steps": 3, "trackers": ["tensorboard"]}},
     ],
     ids=["d-pace", "d-pace-sequences", "sliding", "layer-subset", "max-steps"],
 )
