@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash_offline.cache.plan import shard_batches
+from dflash_offline.cache.plan import padded_length, shard_batches
 from dflash_offline.cache.statistics import check_layer_statistics, layer_statistics
 from dflash_offline.errors import DFlashOfflineError
 from dflash_offline.extract.writer import BufferPool, HostBuffer, Writers, explain_disk
@@ -289,6 +289,11 @@ class ShardRunner:
             self._tell("fatal", text=text)
         else:
             self._tell("failed", shard=shard, text="".join(traceback.format_exception(error)))
+
+
+def largest_pass(cache: Cache, batch_tokens: int) -> int:
+    """Padded tokens that no pass over this cache exceeds: a sample longer than ``batch_tokens`` is one by itself."""
+    return max(batch_tokens, int(padded_length(int(cache.samples.length.max()))))
 
 
 def extract_shard(cache: Cache, target: Target, shard: int, batch_tokens: int = 16384) -> None:

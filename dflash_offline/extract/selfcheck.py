@@ -70,7 +70,9 @@ def check_target(cache: Cache, target: Target) -> None:
     """
     ids, lengths = check_batch(cache)
     ids_RT = torch.from_numpy(ids)
-    captured_RTLH = target.capture(ids_RT)
+    captured = [("", target.capture(ids_RT))]
+    if target.is_compiled:
+        captured.append((" by compiled parts", target.capture(ids_RT, always_compiled=True)))
     last: list[Tensor] = []
     hook = final_norm(target.text_model)[1].register_forward_pre_hook(lambda _module, args: last.append(args[0]))
     try:
@@ -79,30 +81,25 @@ def check_target(cache: Cache, target: Target) -> None:
         hook.remove()
     wanted_ids = cache.manifest.identity.target_layer_ids
     expected = (*ids.shape, len(wanted_ids), cache.manifest.layout.hidden_size)
-    if list(target.layer_ids) != wanted_ids or captured_RTLH.shape != expected:
+    shape = tuple(captured[0][1].shape)
+    if list(target.layer_ids) != wanted_ids or shape != expected:
         raise SelfCheckFailed(
-            f"the target captures layers {list(target.layer_ids)} as {tuple(captured_RTLH.shape)}, the cache holds "
+            f"the target captures layers {list(target.layer_ids)} as {shape}, the cache holds "
             f"layers {wanted_ids} as {expected}"
         )
     heads = cache.heads(last[-1].device)
     normed_RTH = _stored_norm(last[-1], heads["norm.weight"], cache.heads_info())
     head_VH = heads.get("lm_head.weight", heads["embed_tokens.weight"]).to(normed_RTH.dtype)
-    exact = captured_RTLH.device.type == "cpu"
     checked = 0
     for row, length in enumerate(lengths):
         logits_TV, normed_TH = logits_RTV[row, :length], normed_RTH[row, :length]
-        if not (_finite(reference_RTLH[row, :length]) and _finite(logits_TV)):
+        reference_TLH = reference_RTLH[row, :length]
+        if not (_finite(reference_TLH) and _finite(logits_TV)):
             continue
         checked += 1
-        for place, layer_id in enumerate(wanted_ids):
-            have, want = captured_RTLH[row, :length, place], reference_RTLH[row, :length, place]
-            error = _relative_error(have, want)
-            if not (torch.equal(have, want) if exact else error <= GPU_TOLERANCE):
-                raise SelfCheckFailed(
-                    f"self-check: the captured output of layer {layer_id} differs from the model's own "
-                    f"hidden_states[{layer_id + 1}] by {error:.3g} relative, in row {row} of the batch"
-                    f"{_hint(have, reference_RTLH[row, :length], wanted_ids)}. Nothing was written."
-                )
+        for how, states_RTLH in captured:
+            exact = states_RTLH.device.type == "cpu" and not how
+            _check_row(states_RTLH[row, :length], reference_TLH, wanted_ids, exact, row, how)
         wrong = _wrong_predictions(head_VH, normed_TH, logits_TV)
         if wrong:
             raise SelfCheckFailed(
@@ -115,6 +112,18 @@ def check_target(cache: Cache, target: Target) -> None:
             f"self-check: the target gives NaN or infinity on all of the first {len(lengths)} samples: its weights are "
             f"broken, or target.dtype ({str(target.dtype).removeprefix('torch.')}) is too narrow for it"
         )
+
+
+def _check_row(have_TLH: Tensor, reference_TLH: Tensor, layer_ids: list[int], exact: bool, row: int, how: str) -> None:
+    for place, layer_id in enumerate(layer_ids):
+        have, want = have_TLH[:, place], reference_TLH[:, place]
+        error = _relative_error(have, want)
+        if not (torch.equal(have, want) if exact else error <= GPU_TOLERANCE):
+            raise SelfCheckFailed(
+                f"self-check: the captured output of layer {layer_id}{how} differs from the model's own "
+                f"hidden_states[{layer_id + 1}] by {error:.3g} relative, in row {row} of the batch"
+                f"{_hint(have, reference_TLH, layer_ids)}. Nothing was written."
+            )
 
 
 def _finite(values: Tensor) -> bool:

@@ -80,7 +80,7 @@ def serve(start: Message, jobs: queue.SimpleQueue[int | None], stop: threading.E
 
     from dflash_offline.cache import Cache, CacheLock
     from dflash_offline.config import ExtractRecipe
-    from dflash_offline.extract.job import ShardRunner
+    from dflash_offline.extract.job import ShardRunner, largest_pass
     from dflash_offline.extract.prepare import library_versions
     from dflash_offline.extract.selfcheck import check_target
     from dflash_offline.target import load_target
@@ -92,6 +92,8 @@ def serve(start: Message, jobs: queue.SimpleQueue[int | None], stop: threading.E
         if device == "cpu":
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count() or 1)
         target = load_target(recipe.target, device, cache.manifest.identity.target_layer_ids)
+        if recipe.run.compile and device != "cpu":
+            target.prepare_compiled(largest_pass(cache, recipe.run.batch_tokens))
         check_target(cache, target)
         target.release_unused()
         name = torch.cuda.get_device_name(0) if device != "cpu" else f"{torch.get_num_threads()} threads"

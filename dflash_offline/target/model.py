@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dflash_offline.config import TargetConfig
 from dflash_offline.errors import DFlashOfflineError, UsageError
+from dflash_offline.target.compiled import PassSize, compile_token_wise
 from dflash_offline.target.heads import HeadsInfo, probe_heads
 from dflash_offline.target.layers import check_layer_ids
 from dflash_offline.target.load import decoder_layers, final_norm, load_causal_lm
@@ -99,6 +100,7 @@ class Target:
             "cache" if "cache" in inspect.signature(type(self.text_model).forward).parameters else "past_key_values"
         )
         self._heads_info: HeadsInfo | None = None
+        self._pass_size: PassSize | None = None
 
     @property
     def hidden_size(self) -> int:
@@ -126,7 +128,7 @@ class Target:
         return self.embed_tokens.weight.dtype
 
     @torch.no_grad()
-    def capture(self, input_ids_RT: Tensor) -> Tensor:
+    def capture(self, input_ids_RT: Tensor, always_compiled: bool = False) -> Tensor:
         """Outputs of the kept layers.
 
         The states of a row's real tokens do not depend on its padding or on the other rows. In the bits this holds
@@ -135,6 +137,7 @@ class Target:
 
         Args:
             input_ids_RT: token ids, right-padded with any valid id.
+            always_compiled: after `prepare_compiled`, use the compiled parts however few tokens there are.
 
         Returns:
             Hidden states [R, T, L, H] in the target's dtype, on its device.
@@ -153,7 +156,9 @@ class Target:
             out[:, :, index].copy_(hidden_RTH)
             seen.add(index)
 
-        with self._hooks(keep):
+        size = self._pass_size
+        compiled = contextlib.nullcontext() if size is None else size.of(rows * tokens, always_compiled)
+        with self._hooks(keep), compiled:
             self._stack(input_ids=ids_RT, use_cache=False)
         if len(seen) < len(self.layer_ids):
             raise DFlashOfflineError(f"the target did not run layers {self.layer_ids}: only {len(seen)} gave an output")
@@ -226,17 +231,29 @@ class Target:
         info = self._heads()
         return info.tensors(self.embed_tokens, self.lm_head, final_norm(self.text_model)[1])
 
-    def prepare_compiled(self, tokens: int) -> int:
-        """Compile the token-wise parts of every layer (norms, dense MLPs) for batches of R * T = ``tokens``.
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `prepare_compiled` found something to compile."""
+        return self._pass_size is not None
 
-        Batches of another size run uncompiled, so nothing is ever compiled anew. Attention stays as it is.
+    def prepare_compiled(self, tokens: int, backend: Any = "inductor") -> int:
+        """Compile the token-wise parts of every layer (norms, dense MLPs) for passes of up to ``tokens`` tokens.
+
+        `capture` pads what they see to that one size, so no length compiles anew; passes that are longer, or much
+        shorter, and everything but `capture`, run uncompiled. Attention stays as it is.
+
+        Args:
+            tokens: R * T of the largest pass.
+            backend: of `torch.compile`.
 
         Returns:
-            How many modules were compiled (on their first use).
+            How many modules are compiled on their first use.
         """
-        from dflash_offline.target.compiled import compile_token_wise
-
-        return compile_token_wise(self._layers, tokens)
+        size = PassSize(tokens)
+        count = compile_token_wise(self._layers, size, backend)
+        if count:
+            self._pass_size = size
+        return count
 
     def release_unused(self) -> None:
         """Free the layers past the last wanted one and the head; only `capture` works afterwards."""

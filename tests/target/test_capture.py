@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
 from dflash_offline.config import TargetConfig
 from dflash_offline.errors import DFlashOfflineError, UsageError
 from dflash_offline.target import load_target
-from dflash_offline.target.compiled import TokenWise, compile_token_wise
+from dflash_offline.target.compiled import LEAST_FILL
 from tests.tiny_models import FAMILIES
 
 ROWS, TOKENS = 3, 37
@@ -147,8 +145,11 @@ def test_capturing_before_any_pass_says_so(tiny):
         states.stacked()
 
 
-@pytest.mark.parametrize("family, parts", [("llama", 12), ("gemma3", 30), ("qwen3.5-nested", 12), ("qwen3-moe", 8)])
-def test_compiled_parts_are_the_token_wise_ones_and_one_graph_serves_all_layers(tiny, family, parts):
+@pytest.mark.parametrize(
+    "family, parts, kinds",
+    [("llama", 12, 2), ("qwen3", 20, 4), ("gemma3", 42, 4), ("qwen3.5-nested", 14, 4), ("qwen3-moe", 16, 3)],
+)
+def test_one_graph_of_each_kind_serves_all_layers_and_all_lengths(tiny, family, parts, kinds):
     graphs = []
 
     def backend(graph, _inputs):
@@ -156,19 +157,49 @@ def test_compiled_parts_are_the_token_wise_ones_and_one_graph_serves_all_layers(
         return graph
 
     torch._dynamo.reset()
-    target = loaded(tiny(family), [0, 3])
+    target, plain = loaded(tiny(family), [0, 3]), loaded(tiny(family), [0, 3])
+    assert target.prepare_compiled(ROWS * TOKENS, backend) == parts
+    assert target.prepare_compiled(ROWS * TOKENS, backend) == 0
     ids = token_ids()
-    before = target.capture(ids)
-    layers = copy.copy(target.text_model.layers)
-    assert compile_token_wise(layers, ROWS * TOKENS, backend) == parts
-    assert compile_token_wise(layers, ROWS * TOKENS, backend) == 0
-    assert sum(isinstance(module, TokenWise) for module in target.text_model.modules()) == parts
-    torch.testing.assert_close(target.capture(ids), before, rtol=1e-5, atol=1e-5)
-    assert 0 < len(graphs) <= 2 * 3  # one of each kind, and one more where its input's strides differ
-    made = len(graphs)
-    target.capture(ids.reshape(TOKENS, ROWS))  # another shape of the same size
-    target.capture(ids[:2])  # another size, uncompiled
-    assert len(graphs) == made
+    for rows, tokens in ((ROWS, TOKENS), (1, TOKENS), (2, 30), (ROWS, 31), (ROWS, 9)):
+        some = ids[:rows, :tokens]
+        captured = target.capture(some, always_compiled=True)
+        assert captured.shape == (rows, tokens, 2, 64)
+        torch.testing.assert_close(captured, plain.capture(some), rtol=1e-5, atol=1e-5)
+    assert len(graphs) == kinds, "norms over H, of queries and of keys, and the MLP: one graph each"
+
+
+def test_short_and_long_passes_and_everything_but_capture_run_uncompiled(tiny):
+    torch._dynamo.reset()
+    target = loaded(tiny("qwen3"), [0, 3])
+    target.prepare_compiled(60, lambda *_: pytest.fail("compiled"))
+    ids = token_ids()
+    for some in (ids, ids[:1, : int(60 * LEAST_FILL) - 10]):
+        assert torch.equal(target.capture(some), target.capture_reference(some)[0])
+
+
+@pytest.mark.long
+def test_inductor_on_a_cpu_gives_the_states_of_the_library_for_every_length(tiny):
+    """The real compiler; a fresh process's first compilation takes about a minute of one core."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    target, plain = loaded(tiny("qwen3"), [0, 2, 3]), loaded(tiny("qwen3"), [0, 2, 3])
+    target.prepare_compiled(ROWS * TOKENS)
+    ids = token_ids()
+    for rows, tokens in ((ROWS, TOKENS), (2, 31), (1, 20), (ROWS, 29)):
+        some = ids[:rows, :tokens]
+        torch.testing.assert_close(
+            target.capture(some, always_compiled=True), plain.capture(some), rtol=1e-4, atol=1e-4
+        )
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+
+
+def test_a_recompile_limit_is_an_error(tiny):
+    torch._dynamo.reset()
+    target = loaded(tiny("qwen3"), [0, 3])
+    target.prepare_compiled(ROWS * TOKENS, "eager")
+    with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        target.capture(token_ids(), always_compiled=True)
 
 
 @pytest.mark.gpu
@@ -180,7 +211,7 @@ def test_capture_on_a_gpu_is_near_the_reference_compiled_or_not(tiny, family):
     for compiled in (False, True):
         if compiled:
             assert target.prepare_compiled(ROWS * TOKENS) > 0
-        captured = target.capture(ids).float()
+        captured = target.capture(ids, always_compiled=compiled).float()
         assert captured.device.type == "cuda"
         assert (captured - reference).norm() < 1e-2 * reference.norm()
 
