@@ -183,7 +183,7 @@ def evaluate(
         out=out,
         progress=sys.stderr.isatty(),
     )
-    _print(answer, json)
+    _print(answer if json else {key: value for key, value in answer.items() if key != "decodes"}, json)
 
 
 @app.command()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dflash_offline.config import TargetConfig
 from dflash_offline.errors import UsageError
-from dflash_offline.export import drafter_config, load_drafter
+from dflash_offline.export import drafter_config, load_drafter, run_of_drafter
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from dflash_offline.target import Target
 
 logger = logging.getLogger(__name__)
+
+DECODES_SHOWN = 4
+EVALUATION = "evaluation.json"
 
 
 def evaluate(
@@ -75,7 +78,10 @@ def evaluate(
     Returns:
         The report, ready for JSON; the keys of :func:`~dflash_offline.decode.generation.acceptance_summary` and:
         ``tokens``, ``lossless`` (all outputs identical; None if not checked), ``identical_share``, ``near_ties_only``,
-        ``divergences``, ``speed_up``, ``replayed``, ``seconds``, and what was run.
+        ``divergences``, ``speed_up``, ``replayed``, ``seconds``, ``decodes`` (the first four prompts as text by
+        round, see :func:`~dflash_offline.decode.transcript.transcript`; empty for ready token ids), and what was run.
+        Where the folder was exported from a run that is still there, the report is also kept as ``evaluation.json`` in
+        the run's folder, and ``run`` and ``step`` name it.
 
     Raises:
         UsageError: neither prompts nor a cache with held-out samples, or a drafter of another target.
@@ -86,6 +92,7 @@ def evaluate(
     from dflash_offline.decode.prompts import cache_prompts, file_prompts, heldout_samples
     from dflash_offline.decode.runner import Runner
     from dflash_offline.decode.speculative import check_drafter
+    from dflash_offline.decode.transcript import transcript
 
     sampling = Sampling(temperature, top_k, top_p)
     opened = None if cache is None else Cache.open(Path(cache))
@@ -145,12 +152,27 @@ def evaluate(
         seconds["replayed"] = time.perf_counter() - started
     report["seconds"] = {name: round(value, 3) for name, value in seconds.items()}
     report["versions"] = _versions()
-    if out is not None:
-        from dflash_offline.cache.files import write_json_atomic
-
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(Path(out), report)
+    shown = zip(token_ids[:DECODES_SHOWN], speculative, strict=False) if tokenizer is not None else ()
+    report["decodes"] = [transcript(tokenizer, prompt, generation) for prompt, generation in shown]
+    found = run_of_drafter(drafter)
+    report |= {"run": str(found[0]), "step": found[1]} if found else {"run": None, "step": None}
+    _write(report, None if out is None else Path(out), found[0] if found else None)
     return report
+
+
+def _write(report: dict[str, Any], out: Path | None, run: Path | None) -> None:
+    """Keep the report where it was asked for, and with the run; a run folder that is read-only is no error."""
+    from dflash_offline.cache.files import write_json_atomic
+
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(out, report)
+    if run is None or (out is not None and out.resolve() == run / EVALUATION):
+        return
+    try:
+        write_json_atomic(run / EVALUATION, report)
+    except OSError as error:
+        logger.warning("the evaluation is not kept in the run folder %s: %s", run, error)
 
 
 def folder_heads(folder: Path | str, target: Target) -> TargetHeads:

@@ -66,7 +66,9 @@ def export_drafter(source: Path | str, out: Path | str, *, dtype: str = "bfloat1
         )
     tensors = {name: tensor.to(getattr(torch, dtype)).contiguous() for name, tensor in weights.items()}
     config = exported_config(shape, dtype, target["heads_info"])
-    provenance = _provenance(checkpoint, target, dtype)
+    # relative: a published folder tells nothing of the machine's other folders
+    run = os.path.relpath(checkpoint.path.parent.parent.resolve(), out.resolve())
+    provenance = {**_provenance(checkpoint, target, dtype), "run": run}
     return write_drafter_folder(out, config, tensors, provenance)
 
 
@@ -157,6 +159,21 @@ def load_drafter(
     drafter.load_state_dict(tensors, assign=True)
     drafter.to(dtype or next(iter(tensors.values())).dtype)
     return drafter.eval().requires_grad_(False), shape
+
+
+def run_of_drafter(folder: Path | str) -> tuple[Path, int] | None:
+    """The run folder that a drafter was exported from and the step, where that run is still there; else None."""
+    folder = Path(folder)
+    try:
+        provenance = json.loads((folder / PROVENANCE).read_bytes())
+        run, step = (folder.resolve() / provenance["run"]).resolve(), int(provenance["step"])
+        checkpoint = run / "checkpoints" / f"step-{step:06d}" / "state.json"
+        same = not checkpoint.is_file() or (
+            json.loads(checkpoint.read_bytes())["files"] == provenance["checkpoint_sha256"]
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return (run, step) if same and (run / "recipe.json").is_file() else None
 
 
 def drafter_config(folder: Path | str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ class Generation:
         acceptance_lengths: tokens produced by each round.
         accepted: accepted drafts of each round.
         proposed: drafts of each round that could have been accepted: block_size − 1, less at the end of the output.
+        drafts: tokens drafted in each round.
         stopped: ended by a stop token, not by the limit.
         seconds_prefill, seconds_decode: wall time; 0 where not measured one prompt at a time.
     """
@@ -29,6 +30,7 @@ class Generation:
     acceptance_lengths: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     proposed: list[int] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
     stopped: bool = False
     seconds_prefill: float = 0.0
     seconds_decode: float = 0.0
@@ -59,6 +61,7 @@ class Generation:
         self.acceptance_lengths.append(len(produced))
         self.accepted.append(accepted)
         self.proposed.append(proposed)
+        self.drafts.append(list(drafts))
         return len(produced)
 
 

@@ -81,6 +81,58 @@ def test_report_on_the_heldout_samples_of_a_cache(job):
     assert replayed["acceptance_length"] == pytest.approx(report["acceptance_length"], rel=0.05)
     assert report["speed_up"] > 0 and report["timed_prompts"] == 1
     assert json.loads((job.folder / "reports" / "evaluation.json").read_text()) == report
+    assert report["run"] is None and report["step"] is None, "this folder comes from no run"
+    assert len(report["decodes"]) == min(4, heldout)
+    for decode in report["decodes"]:
+        accepted = [one["accepted"] for one in decode["rounds"]]
+        assert len(decode["rounds"]) > 0 and max(accepted) > 0
+        lengths = [one["accepted"] + bool(one["own"]) for one in decode["rounds"]]
+        assert decode["acceptance_length"] == pytest.approx(sum(lengths) / len(lengths), abs=0.5)
+        assert all(0 <= one["accepted"] <= len(one["drafted"]) <= 7 for one in decode["rounds"])
+    sampled = evaluate(job.drafter, target=job.target, prompts=job.prompts, count=1, max_new_tokens=4, timed_prompts=0)
+    assert sampled["decodes"] == [], "ready token ids have no tokenizer"
+
+
+def test_a_transcript_is_the_text_of_the_output(job, smollm2_tokenizer):
+    """Accepted pieces and own tokens, read in order, are the decoded output; split characters are joined."""
+    from dflash_offline.decode.transcript import text_pieces, transcript
+
+    output = smollm2_tokenizer("Snow: ☃ and 🦊🦊, naïve.", add_special_tokens=False)["input_ids"]
+    prompt = smollm2_tokenizer("Who? ", add_special_tokens=False)["input_ids"]
+    assert any("\ufffd" in smollm2_tokenizer.decode([token]) for token in output), "some character takes several tokens"
+    made = Generation()
+    made.start(output[0], ())
+    rest, accepts = output[1:], [0, 3, 2, 5, 1]
+    for accepted in accepts:
+        wrong = (rest[accepted] + 1) % 500 + 20 if len(rest) > accepted else 20
+        drafts = [*rest[:accepted], wrong, 30]
+        produced = made.add_round(
+            drafts, min(accepted, len(rest)), rest[accepted] if accepted < len(rest) else 2, 99, ()
+        )
+        rest = rest[produced:]
+    shown = transcript(smollm2_tokenizer, prompt, made)
+    read = shown["first"] + "".join("".join(r["drafted"][: r["accepted"]]) + r["own"] for r in shown["rounds"])
+    assert read.replace("\ufffd", "") == smollm2_tokenizer.decode(made.tokens)
+    assert shown["prompt"] == "Who? " and shown["tokens"] == len(made.tokens)
+    assert [r["accepted"] for r in shown["rounds"]] == made.accepted
+    assert "".join(text_pieces(smollm2_tokenizer, [], output)) == smollm2_tokenizer.decode(output)
+
+
+def test_the_report_is_kept_with_the_run_that_the_drafter_came_from(job, tmp_path):
+    run = tmp_path / "runs" / "first"
+    (run / "checkpoints" / "step-000007").mkdir(parents=True)
+    (run / "recipe.json").write_text("{}")
+    (run / "checkpoints" / "step-000007" / "state.json").write_text(json.dumps({"files": {"model": "abc"}}))
+    drafter = shutil.copytree(job.drafter, tmp_path / "drafter")
+    origin = {"run": "../runs/first", "step": 7, "checkpoint_sha256": {"model": "abc"}}
+    settings = {"target": job.target, "prompts": job.prompts[:1], "max_new_tokens": 4, "timed_prompts": 0}
+    (drafter / "dflash_offline.json").write_text(json.dumps(origin))
+    report = evaluate(drafter, **settings)
+    assert (report["run"], report["step"]) == (str(run.resolve()), 7)
+    assert json.loads((run / "evaluation.json").read_text()) == report
+    (run / "evaluation.json").unlink()
+    (drafter / "dflash_offline.json").write_text(json.dumps({**origin, "checkpoint_sha256": {"model": "other"}}))
+    assert evaluate(drafter, **settings)["run"] is None and not (run / "evaluation.json").exists()
 
 
 def test_replay_of_the_cache_reads_the_drafters_layers(job):
