@@ -200,6 +200,22 @@ def status(path: Annotated[Path, typer.Argument(help="A cache or a run folder.")
 
 
 @app.command()
+def new(
+    target: Annotated[str, typer.Argument(help="The target: a folder, hub id or .gguf file.")],
+    out: Annotated[Path | None, typer.Option(help="Folder of the pair; default: named after the target.")] = None,
+    data: Annotated[str | None, typer.Option(help="Source of the conversations.")] = None,
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs of this machine; 0 is the CPU.")] = 1,
+) -> None:
+    """Write extract.toml and train.toml for a target, from its configuration alone; never overwrites.
+
+    Example: dflash-offline new Qwen/Qwen3-14B --data chats.jsonl --gpus 8
+    """
+    from dflash_offline.recipes import new_recipe
+
+    typer.echo(str(new_recipe(target, out, data, gpus)))
+
+
+@app.command()
 def verify(
     cache: Annotated[Path, typer.Argument(help="Folder of the cache.")],
     deep: Annotated[bool, typer.Option("--deep", help="Decode everything and compare with the receipts.")] = False,

@@ -19,6 +19,7 @@ MODELS = {
     "manifest": ("dflash_offline.cache.manifest", "Manifest"),
     "receipt": ("dflash_offline.cache.receipts", "Receipt"),
     "state": ("dflash_offline.cache.state", "State"),
+    "environment": ("dflash_offline.environment", "Environment"),
     "run-log-entry": ("dflash_offline.train.metrics", "RunLogEntry"),
 }
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dflash_offline.config import ExtractRecipe, parse_gpus
+from dflash_offline.environment import write_environment
 from dflash_offline.errors import DFlashOfflineError, Interrupted, UsageError
 from dflash_offline.extract.prepare import prepare
 from dflash_offline.extract.progress import Meter
@@ -72,6 +73,7 @@ def extract(
             cache = prepare(recipe, progress=progress)
             lock = acquire_lock(cache)
         with _held(lock):
+            write_environment(cache.path / "logs", "extract")
             signals.raise_at_once = False
             rate = _extract_missing(cache, recipe, environments, device, str(lock.token), signals, progress)
     return {**summarise(cache), "seconds": time.monotonic() - began, "tokens_per_second": rate}

@@ -14,6 +14,7 @@ from typing import Any
 from dflash_offline.cache.files import write_json_atomic
 from dflash_offline.cache.lock import CacheLock, LockHeld, lock_holders
 from dflash_offline.config import TrainRecipe
+from dflash_offline.environment import write_environment
 from dflash_offline.errors import DFlashOfflineError, UsageError
 from dflash_offline.train.checkpoint import newest_checkpoint
 from dflash_offline.train.metrics import LOG_NAME, EvaluateEntry, StepEntry, read_run_log
@@ -105,9 +106,11 @@ class RunFolder:
                     + "\n".join(f"  {line}" for line in differences)
                     + "\nSet them back to go on with it, or set another run folder (run = ...)."
                 )
-            if there == wanted:
-                return
-        write_json_atomic(path, wanted)
+            if there != wanted:
+                write_json_atomic(path, wanted)
+        else:
+            write_json_atomic(path, wanted)
+        write_environment(self.path, "train")
 
 
 def setting_differences(there: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
