@@ -15,7 +15,6 @@ import typer
 
 from dflash_offline.config import ExtractRecipe, TrainRecipe, load_recipe
 from dflash_offline.errors import DFlashOfflineError, Interrupted, UsageError
-from dflash_offline.regenerate.command import regenerate_command
 
 app = typer.Typer(
     name="dflash-offline",
@@ -188,16 +187,27 @@ def evaluate(
 
 
 @app.command()
-def status(path: Annotated[Path, typer.Argument(help="A cache or a run folder.")], json: JsonOption = False) -> None:
-    """Say how far an extraction or a training run is, from its files alone."""
-    if (path / "recipe.json").is_file():
-        from dflash_offline.train import run_status
+def status(
+    path: Annotated[Path, typer.Argument(help="A cache or a run folder.")],
+    watch: Annotated[bool, typer.Option("--watch", help="Show it live until the job has ended.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between refreshes of --watch.")] = 2.0,
+    json: JsonOption = False,
+) -> None:
+    """Say how far an extraction or a training run is, from its files alone.
 
-        _print(run_status(path), json)
+    Example: dflash-offline status runs/first --watch
+    """
+    import time
+
+    from dflash_offline.watch import read_status
+    from dflash_offline.watch import watch as run_watch
+
+    if watch and json:
+        raise UsageError("--watch is for people and --json for programs: give one of them")
+    if watch:
+        run_watch(path, interval)
     else:
-        from dflash_offline.cache.status import cache_status
-
-        _print(cache_status(path), json)
+        _print(read_status(path)(time.time()), json)
 
 
 @app.command()
@@ -234,16 +244,16 @@ def verify(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
-    out: Annotated[Path | None, typer.Option(help="The HTML file; default: report.html in the run folder.")] = None,
+    run: Annotated[list[Path], typer.Argument(help="A run folder, or several to compare.")],
+    out: Annotated[Path | None, typer.Option(help="The HTML file; default: report.html in the first folder.")] = None,
 ) -> None:
-    """Write one self-contained HTML page about a training run."""
+    """Write one self-contained HTML page about a training run, or about several side by side.
+
+    Example: dflash-offline report runs/first runs/second --out compared.html
+    """
     from dflash_offline.report import write_report
 
     typer.echo(str(write_report(run, out)))
-
-
-app.command("regenerate")(regenerate_command)
 
 
 def main() -> None:
