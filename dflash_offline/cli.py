@@ -15,6 +15,7 @@ import typer
 
 from dflash_offline.config import ExtractRecipe, TrainRecipe, load_recipe
 from dflash_offline.errors import DFlashOfflineError, Interrupted, UsageError
+from dflash_offline.regenerate.command import regenerate_command
 
 app = typer.Typer(
     name="dflash-offline",
@@ -254,6 +255,9 @@ def report(
     from dflash_offline.report import write_report
 
     typer.echo(str(write_report(run, out)))
+
+
+app.command("regenerate")(regenerate_command)
 
 
 def main() -> None:
