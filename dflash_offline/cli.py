@@ -88,6 +88,9 @@ def extract(
     recipe: ExtractRecipeArgument,
     set: SetOption = [],  # noqa: B006
     gpus: Annotated[str | None, typer.Option(help="GPUs for target replicas, e.g. 0-4.")] = None,
+    partition: Annotated[
+        str | None, typer.Option(metavar="I/N", help="Only part i of n of the shards; parts may run at once.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Run the target over the corpus and write the hidden-state shards; run it again to resume.
@@ -97,7 +100,7 @@ def extract(
     from dflash_offline.extract import extract as run_extract
 
     overrides = [*set, f'run.gpus="{gpus}"'] if gpus else set
-    _print(run_extract(load_recipe(recipe, ExtractRecipe, overrides), progress=True), json)
+    _print(run_extract(load_recipe(recipe, ExtractRecipe, overrides), progress=True, partition=partition), json)
 
 
 @app.command()

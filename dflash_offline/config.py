@@ -85,6 +85,7 @@ class ExtractRunConfig(Strict):
 
     batch_tokens: PositiveInt = Field(16384, description="Padded tokens of one forward pass of the target.")
     gpus: str | None = Field(None, description="GPUs, e.g. '0-4' or '0,2'; default: one, or the CPU.")
+    gpus_per_target: PositiveInt = Field(1, description="GPUs over which each replica of the target is spread.")
     cpu_workers: PositiveInt | None = Field(None, description="Target replicas on the CPU, even beside a GPU.")
     threads: PositiveInt | None = Field(None, description="CPU threads of the forward pass.")
     compile: bool = Field(True, description="Compile the token-wise parts of the target (GPU only).")

@@ -23,7 +23,7 @@ from dflash_offline.cache.files import (
     write_json_atomic,
     write_sealed,
 )
-from dflash_offline.cache.lock import LOCKS
+from dflash_offline.cache.lock import LOCKS, partition_shards
 from dflash_offline.cache.manifest import MANIFEST, PREPARING, Identity, Layout, Manifest
 from dflash_offline.cache.receipt_book import RECEIPTS
 from dflash_offline.cache.samples import SAMPLES, make_samples, write_samples
@@ -152,12 +152,13 @@ def clean_leftovers(path: Path, partition: tuple[int, int] | None = None) -> lis
 
     Args:
         path: the cache's folder.
-        partition: (i, n): only those of shards of part i of n, while other parts may be running.
+        partition: (i, n): only those of shards of part i of n, while other parts may be running, and those of files
+            that parts share, which they write inside :func:`~dflash_offline.cache.lock.gate`: be inside it.
     """
     removed = []
     for file in leftovers(path):
-        part = file.name.removeprefix(TEMPORARY_PREFIX).removeprefix("c.").split(".")[0]
-        if partition is not None and not (part.isdigit() and int(part) % partition[1] == partition[0] - 1):
+        shard = file.name.removeprefix(TEMPORARY_PREFIX).removeprefix("c.").split(".")[0]
+        if partition is not None and shard.isdigit() and not partition_shards([int(shard)], partition):
             continue
         file.unlink(missing_ok=True)
         removed.append(file)

@@ -154,6 +154,10 @@ class CacheLock:
                 os.truncate(descriptor, 0)
             os.close(descriptor)
 
+    def in_the_way(self) -> set[str]:
+        """Names of the lock files that refuse this one while somebody holds them."""
+        return {self.name, *self._rivals()}
+
     def _rivals(self) -> list[str]:
         """Locks in the way beside our own: the whole, and parts of another n; for the whole, all parts."""
         parts = [name for name in os.listdir(self.folder) if _PART.fullmatch(name)]
@@ -192,6 +196,14 @@ def _gate(folder: Path, flags: int) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def gate(cache: Path | str) -> contextlib.AbstractContextManager[None]:
+    """Held for a short change of what the parts of a run share (``state.json``, packs of receipts).
+
+    For holders of a :class:`CacheLock`; nothing that takes a lock may be called inside.
+    """
+    return _gate(Path(cache) / LOCKS, os.O_RDWR | os.O_CREAT)
 
 
 def is_held(path: Path) -> bool:

@@ -28,7 +28,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LIBRARIES = ("dflash-offline", "torch", "transformers", "tokenizers", "numpy", "zarr")
+LIBRARIES = (
+    "dflash-offline",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "numpy",
+    "zarr",
+    "flash-linear-attention",
+    "causal-conv1d",
+)
 # Settings that say where things lie, how fast they are made, or when to refuse: they shape nothing in the cache.
 _NOT_SHAPING = {"cache", "run"}
 

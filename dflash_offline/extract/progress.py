@@ -58,6 +58,15 @@ def quantity(number: float) -> str:
     return f"{number:.0f}{suffix}" if not suffix or number >= 100 else f"{number:.3g}{suffix}"
 
 
+def byte_quantity(number: float) -> str:
+    """Bytes in the decimal unit that suits them, e.g. ``1.25 GB`` or ``640 kB``."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if number < 999.5 or unit == "TB":
+            break
+        number /= 1000
+    return f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.3g} {unit}"
+
+
 @dataclass
 class Meter:
     """Counts of one run over a plan, and the rates that follow from them.
@@ -134,7 +143,7 @@ class Meter:
             f"tokens {quantity(self.done_tokens)}/{quantity(self.total_tokens)} "
             f"({100 * self.done_tokens / max(self.total_tokens, 1):.1f} %)",
             f"{quantity(tokens_now)} tokens/s now, {quantity(self.mean_tokens_per_second())} mean",
-            f"{self.bytes_written / 1e9:.3g} GB written, {bytes_now / 1e9:.2f} GB/s",
+            f"{byte_quantity(self.bytes_written)} written, {byte_quantity(bytes_now)}/s",
             f"ETA {duration(left) if left is not None else '?'}",
         ]
         share = self.waiting_share()

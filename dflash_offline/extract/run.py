@@ -13,7 +13,6 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,13 +20,15 @@ import numpy as np
 from dflash_offline.config import ExtractRecipe, parse_gpus
 from dflash_offline.environment import write_environment
 from dflash_offline.errors import DFlashOfflineError, Interrupted, UsageError
+from dflash_offline.extract.devices import worker_environments
+from dflash_offline.extract.losses import DropLimit, Failures
 from dflash_offline.extract.prepare import prepare
 from dflash_offline.extract.progress import Meter
 from dflash_offline.extract.signals import StopSignals
-from dflash_offline.extract.supervisor import MAX_FAILURES, Supervisor, worker_environments
+from dflash_offline.extract.supervisor import MAX_FAILURES, Supervisor
 
 if TYPE_CHECKING:
-    from dflash_offline.cache import Cache, CacheLock
+    from dflash_offline.cache import Cache, CacheLock, State
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,12 @@ COMPRESSION = {"bf16": 0.68, "int8": 0.97}
 
 
 def extract(
-    recipe: ExtractRecipe, *, progress: bool = True, gpus: str | None = None, cpu_workers: int | None = None
+    recipe: ExtractRecipe,
+    *,
+    progress: bool = True,
+    gpus: str | None = None,
+    cpu_workers: int | None = None,
+    partition: str | None = None,
 ) -> dict[str, Any]:
     """Prepare the cache if need be and extract every shard that is missing.
 
@@ -48,39 +54,49 @@ def extract(
         progress: show progress bars on a terminal; the log gets a line every 30 s in any case.
         gpus: in place of ``recipe.run.gpus``.
         cpu_workers: in place of ``recipe.run.cpu_workers``.
+        partition: ``i/n`` to extract the i-th of n parts of the shards only; parts may run at once, on several
+            machines that share the cache's folder. Prepare the cache before they start. The last part to end leaves
+            the state that says the cache is finished.
 
     Returns:
-        samples, tokens, shards, dropped (samples), set_aside (shard numbers), bytes (of all hidden-state objects),
+        samples, tokens, shards, dropped (samples), set_aside (shard numbers), missing (how many shards are neither
+        there nor set aside: those of other parts), bytes (of all hidden-state objects),
         bf16_bytes (what plain bf16 would take), seconds (of this call) and tokens_per_second (of this call, from the
         moment its first worker was ready; 0 where nothing was left to do).
 
     Raises:
         UsageError: the recipe cannot be right, or the cache is of another identity.
+        LockHeld: another run works on the cache or on this part of it.
         DFlashOfflineError: the run failed: self-check, statistics, too many dropped samples, a full disk, shards set
             aside. What is in the cache stays, and the same call goes on.
         Interrupted: a signal came; the same call goes on.
     """
+    from dflash_offline.cache.lock import parse_partition
+
     began = time.monotonic()
     gpus = gpus if gpus is not None else recipe.run.gpus
     cpu_workers = cpu_workers if cpu_workers is not None else recipe.run.cpu_workers
     if gpus is not None and cpu_workers is not None:
         raise UsageError("run.gpus and run.cpu_workers exclude each other: leave one out")
-    environments = worker_environments(parse_gpus(gpus) if gpus is not None else None, cpu_workers, recipe.run.threads)
+    part = parse_partition(partition) if partition is not None else None
+    environments = worker_environments(
+        parse_gpus(gpus) if gpus is not None else None, cpu_workers, recipe.run.threads, recipe.run.gpus_per_target
+    )
     device = "cuda" if gpus is not None else "cpu" if cpu_workers is not None else "auto"
 
     with StopSignals(raise_at_once=True) as signals:
         with _interruptible("preparation stopped; run the same command again to start it over"):
             cache = prepare(recipe, progress=progress)
-            lock = acquire_lock(cache)
+            lock = acquire_lock(cache, part)
         with _held(lock):
             write_environment(cache.path / "logs", "extract")
             signals.raise_at_once = False
-            rate = _extract_missing(cache, recipe, environments, device, str(lock.token), signals, progress)
+            rate = _extract_missing(cache, recipe, environments, device, lock, signals, progress)
     return {**summarise(cache), "seconds": time.monotonic() - began, "tokens_per_second": rate}
 
 
-def acquire_lock(cache: Cache) -> CacheLock:
-    """Take the cache's lock; where its holder was killed, wait a moment for that one's workers to end.
+def acquire_lock(cache: Cache, partition: tuple[int, int] | None = None) -> CacheLock:
+    """Take the lock of a cache or of a part of it; where its holder was killed, wait for that one's workers to end.
 
     Raises:
         LockHeld: a living process holds it.
@@ -90,12 +106,13 @@ def acquire_lock(cache: Cache) -> CacheLock:
 
     deadline = time.monotonic() + ORPHANS_SECONDS
     while True:
-        lock = CacheLock(cache.path, role="extract")
+        lock = CacheLock(cache.path, role="extract", partition=partition)
         try:
             lock.acquire()
             return lock
         except LockHeld:
-            holders = lock_holders(cache.path)
+            in_the_way = lock.in_the_way()
+            holders = [holder for holder in lock_holders(cache.path) if holder["lock"] in in_the_way]
             if time.monotonic() > deadline or any(_alive(holder) for holder in holders):
                 raise
             time.sleep(0.1)
@@ -135,30 +152,34 @@ def _extract_missing(
     recipe: ExtractRecipe,
     environments: list[dict[str, str]],
     device: str,
-    token: str,
+    lock: CacheLock,
     signals: StopSignals,
     progress: bool,
 ) -> float:
     """Run the jobs of all missing shards; returns tokens a second from the moment the first worker was ready."""
     from dflash_offline.cache import clean_leftovers
+    from dflash_offline.cache.lock import gate, partition_shards
 
     failures = Failures(cache.path / FAILURES)
-    for file in clean_leftovers(cache.path):
-        logger.info("removed %s, left by a run that was killed", file)
+    partition = lock.partition
+    with gate(cache.path):
+        for file in clean_leftovers(cache.path, partition):
+            logger.info("removed %s, left by a run that was killed", file)
     receipts = cache.book.summary()
     limit = DropLimit(recipe.layout.max_dropped_share, len(cache.samples), sum(receipts["dropped"].to_pylist()))
-    missing = np.setdiff1d(np.arange(cache.num_shards), receipts["shard"].to_numpy())
+    ours = np.array(partition_shards(list(range(cache.num_shards)), partition), np.int64)
+    missing = np.setdiff1d(ours, receipts["shard"].to_numpy())
     if not missing.size:
         limit.check()
-        _write_state(cache, limit.count, {})
+        _write_state(cache, {}, partition)
         return 0.0
-    tokens_of = np.bincount(cache.samples.shard, weights=cache.samples.length, minlength=cache.num_shards).astype(int)
-    total, left = int(tokens_of.sum()), int(tokens_of[missing].sum())
+    tokens_of = cache.shard_tokens_used()
+    total, left = int(tokens_of[ours].sum()), int(tokens_of[missing].sum())
     _warn_about_space(cache, left)
     meter = Meter(
-        total_shards=len(tokens_of),
+        total_shards=len(ours),
         total_tokens=total,
-        done_shards=len(tokens_of) - len(missing),
+        done_shards=len(ours) - len(missing),
         done_tokens=total - left,
         dropped=limit.count,
     )
@@ -166,8 +187,9 @@ def _extract_missing(
     def on_done(message: dict[str, Any]) -> None:
         failures.forget(message["shard"])
         limit.add(message["dropped"])
-        if (meter.done_shards - len(receipts)) % FOLD_EVERY == 0:
-            cache.fold_receipts()
+        if (len(missing) + meter.done_shards - len(ours)) % FOLD_EVERY == 0:
+            with gate(cache.path):
+                cache.fold_receipts()
 
     supervisor = Supervisor(
         missing.tolist(),
@@ -176,8 +198,8 @@ def _extract_missing(
             "recipe": recipe.model_dump(mode="json"),
             "cache": str(cache.path),
             "device": device,
-            "token": token,
-            "partition": None,
+            "token": lock.token,
+            "partition": partition,
         },
         meter,
         on_done=on_done,
@@ -189,9 +211,10 @@ def _extract_missing(
         supervisor.run()
     except BaseException:
         if supervisor.set_aside:
-            _write_state(cache, limit.count, supervisor.set_aside)
+            _write_state(cache, supervisor.set_aside, partition)
         raise
-    _write_state(cache, limit.count, supervisor.set_aside)
+    limit.count = _write_state(cache, supervisor.set_aside, partition).dropped
+    limit.check()
     if supervisor.set_aside:
         reasons = "".join(
             f"\n  shard {shard}: {text.strip().splitlines()[-1]}"
@@ -205,73 +228,35 @@ def _extract_missing(
     return meter.mean_tokens_per_second()
 
 
-class DropLimit:
-    """Counts dropped samples and fails the run as soon as there are too many for the corpus.
+def _write_state(cache: Cache, set_aside: dict[int, str], partition: tuple[int, int] | None) -> State:
+    """``state.json``: finished when every shard of the plan, of whatever part, is either there or set aside.
+
+    It is derived from plan and receipts behind the gate, so of parts that end at once the later one sees them all.
 
     Args:
-        share: the largest share of the corpus that may be dropped.
-        samples: samples of the corpus.
-        count: dropped so far.
+        cache: the cache.
+        set_aside: this run's shards that failed too often, with their errors.
+        partition: the part that this run worked on; what is set aside of other parts stays.
     """
-
-    def __init__(self, share: float, samples: int, count: int = 0) -> None:
-        self.share, self.samples, self.count = share, samples, count
-        self._latest: list[dict[str, Any]] = []
-
-    def add(self, dropped: list[dict[str, Any]]) -> None:
-        """Count the dropped samples of a shard; see :meth:`check`."""
-        self.count += len(dropped)
-        self._latest = [*self._latest, *dropped][-5:]
-        for item in dropped:
-            logger.warning(
-                "sample %d (row %d, id %s) dropped: %s", *(item[k] for k in ("sample", "row", "id", "reason"))
-            )
-        self.check()
-
-    def check(self) -> None:
-        """
-        Raises:
-            DFlashOfflineError: more samples were dropped than the limit allows.
-        """
-        if self.count > self.share * self.samples:
-            rows = ", ".join(f"row {item['row']} (id {item['id']})" for item in self._latest)
-            raise DFlashOfflineError(
-                f"{self.count} of {self.samples} samples gave NaN or infinity, above layout.max_dropped_share "
-                f"({self.share:g}){f'; the latest: {rows}' if rows else ''}. Receipts list them all. Try "
-                'target.dtype = "bfloat16" or "float32", take those rows out of the data, or raise the limit'
-            )
-
-
-class Failures:
-    """Tracebacks of failed attempts, one file each, until their shard succeeds."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def keep(self, shard: int, count: int, text: str) -> None:
-        """Write the traceback of the ``count``-th failure of a shard."""
-        with contextlib.suppress(OSError):  # a full disk must not hide the failure itself
-            self.folder.mkdir(exist_ok=True)
-            (self.folder / f"{shard:06d}-{count}.txt").write_text(text.rstrip() + "\n")
-
-    def forget(self, shard: int) -> None:
-        """Remove those of a shard that is done."""
-        for file in self.folder.glob(f"{shard:06d}-*.txt"):
-            file.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            self.folder.rmdir()  # only when it is empty
-
-
-def _write_state(cache: Cache, dropped: int, set_aside: dict[int, str]) -> None:
-    """``state.json``: finished when every shard is either there or set aside."""
     from dflash_offline.cache import SetAside, State
+    from dflash_offline.cache.lock import gate, partition_shards
 
-    aside = [SetAside(shard=shard, error=text, attempts=MAX_FAILURES) for shard, text in sorted(set_aside.items())]
-    finished = set(cache.missing_shards()) <= set(set_aside)
-    state = State(finished=finished, set_aside=aside, dropped=dropped)
-    earlier = cache.state()
-    if earlier is None or earlier.model_dump(exclude={"self_sha256"}) != state.model_dump(exclude={"self_sha256"}):
-        cache.write_state(state)
+    with gate(cache.path):
+        receipts = cache.book.summary()
+        missing = set(range(cache.num_shards)) - set(receipts["shard"].to_pylist())
+        earlier = cache.state()
+        aside = {shard: SetAside(shard=shard, error=text, attempts=MAX_FAILURES) for shard, text in set_aside.items()}
+        for item in earlier.set_aside if earlier is not None and partition is not None else []:
+            if item.shard in missing and not partition_shards([item.shard], partition):
+                aside[item.shard] = item
+        state = State(
+            finished=missing <= set(aside),
+            set_aside=[aside[shard] for shard in sorted(aside)],
+            dropped=sum(receipts["dropped"].to_pylist()),
+        )
+        if earlier is None or earlier.model_dump(exclude={"self_sha256"}) != state.model_dump(exclude={"self_sha256"}):
+            cache.write_state(state)
+    return state
 
 
 def _warn_about_space(cache: Cache, tokens: int) -> None:
@@ -295,12 +280,14 @@ def summarise(cache: Cache) -> dict[str, Any]:
     layout = cache.manifest.layout
     receipts = cache.book.summary()
     state = cache.state()
+    aside = [item.shard for item in state.set_aside] if state else []
     return {
         "samples": layout.num_samples,
         "tokens": layout.num_tokens,
         "shards": layout.num_shards,
         "dropped": sum(receipts["dropped"].to_pylist()),
-        "set_aside": [item.shard for item in state.set_aside] if state else [],
+        "set_aside": aside,
+        "missing": layout.num_shards - len(set(receipts["shard"].to_pylist()) | set(aside)),
         "bytes": sum(receipts["bytes"].to_pylist()),
         "bf16_bytes": layout.num_tokens * layout.bf16_bytes_per_token,
     }

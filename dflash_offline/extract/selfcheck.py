@@ -87,8 +87,8 @@ def check_target(cache: Cache, target: Target) -> None:
             f"the target captures layers {list(target.layer_ids)} as {shape}, the cache holds "
             f"layers {wanted_ids} as {expected}"
         )
-    heads = cache.heads(last[-1].device)
-    normed_RTH = _stored_norm(last[-1], heads["norm.weight"], cache.heads_info())
+    heads = cache.heads(target.device)
+    normed_RTH = _stored_norm(last[-1].to(target.device), heads["norm.weight"], cache.heads_info())
     head_VH = heads.get("lm_head.weight", heads["embed_tokens.weight"]).to(normed_RTH.dtype)
     checked = 0
     for row, length in enumerate(lengths):

@@ -371,27 +371,3 @@ class Supervisor:
     def _kill_workers(self) -> None:
         for replica in self.replicas:
             self._kill(replica)
-
-
-def worker_environments(gpus: list[int] | None, cpu_workers: int | None, threads: int | None) -> list[dict[str, str]]:
-    """Environment variables of each replica's worker.
-
-    Args:
-        gpus: GPU numbers, counted among those this process sees (``CUDA_VISIBLE_DEVICES``); None: one worker that
-            takes the first GPU, or the CPU where there is none.
-        cpu_workers: that many workers on the CPU, whether or not there is a GPU.
-        threads: CPU threads of each worker; None: the machine's cores shared evenly.
-    """
-    if cpu_workers is not None:
-        share = threads or max(1, (os.cpu_count() or 1) // cpu_workers)
-        return [{"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(share)} for _ in range(cpu_workers)]
-    extra = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-    if gpus is None:
-        return [extra]
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    if visible and max(gpus) >= len(visible):
-        raise DFlashOfflineError(
-            f"GPU {max(gpus)} was asked for, but CUDA_VISIBLE_DEVICES shows only {len(visible)} GPUs: numbers count "
-            "among those, from 0"
-        )
-    return [{"CUDA_VISIBLE_DEVICES": visible[gpu] if visible else str(gpu), **extra} for gpu in gpus]

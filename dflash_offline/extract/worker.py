@@ -2,7 +2,8 @@
 
 Started by the supervisor with a pipe for its messages; reads ``start``, ``job`` and ``stop`` from standard input and
 exits at once when that closes, since then the supervisor is gone. ``CUDA_VISIBLE_DEVICES`` is set before this process
-begins, so torch sees one GPU, as ``cuda:0``. SIGINT and SIGTERM are left to the supervisor.
+begins, so torch sees its own GPU, as ``cuda:0``, or the ``gpus_per_target`` over which the target is spread. SIGINT and
+SIGTERM are left to the supervisor.
 
 While a shard is computed on a GPU the one before it is copied and written: the results of shard k are looked at only
 after shard k+1 was launched, so the GPU always has work.
@@ -91,12 +92,17 @@ def serve(start: Message, jobs: queue.SimpleQueue[int | None], stop: threading.E
         device = choose_device(start["device"])
         if device == "cpu":
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count() or 1)
-        target = load_target(recipe.target, device, cache.manifest.identity.target_layer_ids)
+        spread = recipe.run.gpus_per_target
+        if spread > 1:
+            torch._dynamo.config.recompile_limit *= spread  # one graph of each kind on each GPU
+        layer_ids = cache.manifest.identity.target_layer_ids
+        target = load_target(recipe.target, device, layer_ids, device_map="balanced" if spread > 1 else None)
         if recipe.run.compile and device != "cpu":
             target.prepare_compiled(largest_pass(cache, recipe.run.batch_tokens))
         check_target(cache, target)
         target.release_unused()
-        name = torch.cuda.get_device_name(0) if device != "cpu" else f"{torch.get_num_threads()} threads"
+        placed = f"{spread} x " if spread > 1 else ""
+        name = placed + torch.cuda.get_device_name(0) if device != "cpu" else f"{torch.get_num_threads()} threads"
         about = {"device": name, "worker": start["worker"], "versions": library_versions()}
         runner = ShardRunner(cache, target, recipe.run.batch_tokens, tell, about)
         tell("ready", device=f"{device} ({name})", seconds=time.monotonic() - began)

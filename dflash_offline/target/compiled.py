@@ -97,9 +97,18 @@ def compile_token_wise(layers: nn.ModuleList, size: PassSize, backend: Any = "in
             for name, child in list(parent.named_children()):
                 if isinstance(child, TokenWise) or not _token_wise(name, child):
                     continue
+                _remove_placement_hooks(child)
                 setattr(parent, name, TokenWise(child, size, backend))
                 count += 1
     return count
+
+
+def _remove_placement_hooks(module: nn.Module) -> None:
+    """Where accelerate spread the layers over devices: a layer lies whole on one, its own hook moves what comes in."""
+    if any(hasattr(part, "_hf_hook") for part in module.modules()):
+        from accelerate.hooks import remove_hook_from_module
+
+        remove_hook_from_module(module, recurse=True)
 
 
 def _token_wise(name: str, module: nn.Module) -> bool:

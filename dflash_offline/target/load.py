@@ -26,7 +26,10 @@ _NORM_NAMES = ("norm", "final_layernorm", "final_layer_norm", "final_norm", "ln_
 
 
 def load_causal_lm(
-    resolved: ResolvedTarget, device: str | torch.device = "cpu", num_layers: int | None = None
+    resolved: ResolvedTarget,
+    device: str | torch.device = "cpu",
+    num_layers: int | None = None,
+    device_map: str | dict[str, Any] | None = None,
 ) -> nn.Module:
     """The target as a transformers causal language model, in evaluation mode.
 
@@ -34,9 +37,12 @@ def load_causal_lm(
         resolved: the target.
         device: where the weights go.
         num_layers: load only the first so many layers (for what needs only embedding, norm and head).
+        device_map: spread the layers over several devices, as transformers takes it (``balanced``: evenly over all
+            GPUs that this process sees); ``device`` is then where token ids go in.
 
     Raises:
-        UsageError: no class of this transformers version fits, or the attention kernel asked for is absent.
+        UsageError: no class of this transformers version fits, the attention kernel asked for is absent, or
+            ``device_map`` is given without accelerate.
         DFlashOfflineError: the folder lacks weights of the model.
     """
     from transformers import AutoModelForCausalLM
@@ -64,7 +70,14 @@ def load_causal_lm(
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         options["key_mapping"] = _NESTED_NAMES
         options.pop("trust_remote_code")
-    if torch.device(device).type != "cpu" and importlib.util.find_spec("accelerate") is not None:
+    if device_map is not None:
+        if importlib.util.find_spec("accelerate") is None:
+            raise UsageError(
+                "run.gpus_per_target above 1 spreads the target with accelerate, which is not installed: "
+                "pip install 'dflash-offline[spread]'"
+            )
+        options["device_map"] = device_map
+    elif torch.device(device).type != "cpu" and importlib.util.find_spec("accelerate") is not None:
         options["device_map"] = {"": torch.device(device)}
     try:
         with quiet_transformers():
@@ -83,7 +96,7 @@ def load_causal_lm(
             "the folder is incomplete, or its config.json belongs to another model"
         )
     _warn_slow(config, device)
-    return model.to(device).eval()
+    return model.eval() if device_map is not None else model.to(device).eval()
 
 
 def decoder_layers(text_model: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
@@ -120,13 +133,21 @@ def _keep_layers(config: Any, count: int) -> None:
     config.num_hidden_layers = count
 
 
+HYBRID_KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}  # module -> distribution
+
+
+def is_hybrid(config: Any) -> bool:
+    """Whether a text model has linear-attention layers, which transformers runs with `HYBRID_KERNELS` where it can."""
+    return "linear_attention" in (getattr(config, "layer_types", None) or ())
+
+
 def _warn_slow(config: Any, device: str | torch.device) -> None:
-    if torch.device(device).type != "cuda" or "linear_attention" not in (getattr(config, "layer_types", None) or ()):
+    if torch.device(device).type != "cuda" or not is_hybrid(config):
         return
-    missing = [name for name in ("fla", "causal_conv1d") if importlib.util.find_spec(name) is None]
+    missing = [name for module, name in HYBRID_KERNELS.items() if importlib.util.find_spec(module) is None]
     if missing:
         logger.warning(
-            "this hybrid target runs its linear attention without %s, several times slower than with; "
-            "pip install flash-linear-attention causal-conv1d",
+            "this hybrid target runs its linear attention without %s, several times slower than with: "
+            "pip install 'dflash-offline[hybrid]'",
             " and ".join(missing),
         )

@@ -34,6 +34,7 @@ def load_target(
     device: str | torch.device = "cpu",
     layer_ids: Sequence[int] | None = None,
     stop_early: bool = True,
+    device_map: str | dict[str, Any] | None = None,
 ) -> Target:
     """Load a target's text model and head onto a device, in the recipe's dtype.
 
@@ -42,6 +43,7 @@ def load_target(
         device: where the weights go.
         layer_ids: layers to capture; default: the recipe's, else the DFlash rule.
         stop_early: whether `Target.capture` ends at the last wanted layer.
+        device_map: spread the layers over devices, see `load_causal_lm`.
 
     Raises:
         UsageError: the target or a layer id cannot be right (see `resolve_target`).
@@ -49,7 +51,7 @@ def load_target(
     """
     resolved = resolve_target(cfg)
     ids = resolved.layer_ids() if layer_ids is None else check_layer_ids(layer_ids, resolved.num_layers)
-    return Target(load_causal_lm(resolved, device), resolved, ids, stop_early=stop_early)
+    return Target(load_causal_lm(resolved, device, device_map=device_map), resolved, ids, stop_early=stop_early)
 
 
 class CapturedStates:
@@ -182,7 +184,9 @@ class Target:
         states = [
             output.hidden_states[i + 1] if i < self.num_layers - 1 else last[0] for i in self.layer_ids
         ]  # hidden_states[n] comes after the final norm
-        return torch.stack(states, dim=2), output.logits, output.hidden_states[-1]
+        home = self.device  # the layers may be spread over several
+        stacked = torch.stack([state.to(home) for state in states], dim=2)
+        return stacked, output.logits.to(home), output.hidden_states[-1].to(home)
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[CapturedStates]:

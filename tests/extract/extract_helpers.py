@@ -33,7 +33,9 @@ def load(recipe: ExtractRecipe, cache: Cache) -> Any:
 class Run:
     """``dflash-offline extract`` in a process of its own, with its log."""
 
-    def __init__(self, recipe: ExtractRecipe, folder: Path, limit_file_size: int | None = None) -> None:
+    def __init__(
+        self, recipe: ExtractRecipe, folder: Path, limit_file_size: int | None = None, options: list[str] | None = None
+    ) -> None:
         self.recipe_file = folder / "extract.json"
         self.log_file = folder / "extract.log"
         self.recipe_file.write_text(recipe.model_dump_json())
@@ -42,10 +44,10 @@ class Run:
             "limit = int(sys.argv[2]); "
             "limit and resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)); "
             "cli.load_recipe = lambda name, kind, overrides: validate_recipe(json.load(open(name)), kind); "
-            "sys.argv[1:] = ['extract', sys.argv[1], '--json']; cli.main()"
+            "sys.argv[1:] = ['extract', sys.argv[1], '--json', *sys.argv[3:]]; cli.main()"
         )
         self.process = subprocess.Popen(
-            [sys.executable, "-c", program, str(self.recipe_file), str(limit_file_size or 0)],
+            [sys.executable, "-c", program, str(self.recipe_file), str(limit_file_size or 0), *(options or [])],
             stdout=subprocess.PIPE,
             stderr=self.log_file.open("w"),
             text=True,

@@ -10,7 +10,7 @@ from dflash_offline.cache import Cache, shard_batches
 from dflash_offline.cache.statistics import layer_statistics
 from dflash_offline.errors import DFlashOfflineError
 from dflash_offline.extract.job import ShardRunner, WrongStates, extract_shard
-from dflash_offline.extract.run import DropLimit
+from dflash_offline.extract.losses import DropLimit
 from tests.extract.extract_helpers import fingerprint, load
 
 BATCH = 1024

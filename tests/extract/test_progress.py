@@ -8,7 +8,15 @@ import os
 import pytest
 
 from dflash_offline.extract.messages import LineReader, send
-from dflash_offline.extract.progress import LOG_SECONDS, Display, Meter, ReplicaView, duration, quantity
+from dflash_offline.extract.progress import (
+    LOG_SECONDS,
+    Display,
+    Meter,
+    ReplicaView,
+    byte_quantity,
+    duration,
+    quantity,
+)
 
 
 class Clock:
@@ -39,7 +47,7 @@ def test_rate_counts_this_run_only_and_time_left_follows_from_it(clock):
     assert meter.seconds_left() == pytest.approx(50)
     line = meter.line()
     assert "shards 5/10" in line and "tokens 5k/10k (50.0 %)" in line and "ETA 0:00:50" in line
-    assert "100 tokens/s now, 100 mean" in line and "0.05 GB written" in line
+    assert "100 tokens/s now, 100 mean" in line and "50 MB written, 5 MB/s" in line
 
 
 def test_rate_now_forgets_what_ended_more_than_a_minute_ago(clock):
@@ -98,6 +106,14 @@ def test_duration(seconds, text):
 )
 def test_quantity(number, text):
     assert quantity(number) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 B"), (812, "812 B"), (3_456, "3.46 kB"), (640_000, "640 kB"), (1.25e9, "1.25 GB"), (1.12e14, "112 TB")],
+)
+def test_byte_quantity(number, text):
+    assert byte_quantity(number) == text
 
 
 def test_messages_arrive_whole_however_they_are_cut_and_a_half_one_of_a_dead_writer_is_dropped():

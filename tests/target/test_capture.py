@@ -7,7 +7,7 @@ import torch
 
 from dflash_offline.config import TargetConfig
 from dflash_offline.errors import DFlashOfflineError, UsageError
-from dflash_offline.target import load_target
+from dflash_offline.target import Target, load_target
 from dflash_offline.target.compiled import LEAST_FILL
 from tests.tiny_models import FAMILIES
 
@@ -202,6 +202,47 @@ def test_a_recompile_limit_is_an_error(tiny):
         target.capture(token_ids(), always_compiled=True)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3.5-nested"])
+def test_a_target_spread_layer_by_layer_gives_the_same_states(tiny, family):
+    """With accelerate's hooks on every layer, as on several GPUs; here every place is the CPU."""
+    from accelerate import dispatch_model
+
+    plain, target = loaded(tiny(family), [0, 2]), loaded(tiny(family), [0, 2])
+    ids = token_ids()
+    places = {"lm_head": "cpu"}
+    for name, child in target.text_model.named_children():
+        layers = [f"{name}.{i}" for i in range(len(child))] if isinstance(child, torch.nn.ModuleList) else [name]
+        places |= {f"model.{layer}": "cpu" for layer in layers}
+    dispatch_model(target.model, places, main_device="cpu", force_hooks=True)
+    assert hasattr(target.text_model.layers[1], "_hf_hook")
+    spread = Target(target.model, target.resolved, [0, 2])
+    assert torch.equal(spread.capture(ids), plain.capture(ids))
+    for mine, theirs in zip(spread.capture_reference(ids), plain.capture_reference(ids), strict=True):
+        assert torch.equal(mine, theirs)
+    ran = []
+    spread.text_model.layers[3].register_forward_hook(lambda *_: ran.append(3))
+    assert spread.prepare_compiled(ROWS * TOKENS, "eager") > 0
+    torch.testing.assert_close(spread.capture(ids, always_compiled=True), plain.capture(ids), rtol=1e-5, atol=1e-5)
+    assert ran == [], "capturing goes no further than the last wanted layer"
+    spread.release_unused()
+    assert torch.equal(spread.capture(ids), plain.capture(ids))
+
+
+def test_loading_with_a_device_map_gives_the_same_states(tiny):
+    target = loaded(tiny("qwen3"), [0, 2])
+    spread = load_target(target.resolved.settings, layer_ids=[0, 2], device_map={"": "cpu"})
+    assert torch.equal(spread.capture(token_ids()), target.capture(token_ids()))
+
+
+def test_spreading_without_accelerate_says_what_to_install(tiny, monkeypatch):
+    from dflash_offline.target import load
+
+    resolved = loaded(tiny("qwen3"), [0]).resolved
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(UsageError, match=r"gpus_per_target above 1 .* accelerate, .*dflash-offline"):
+        load.load_causal_lm(resolved, device_map="balanced")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3.5-nested", "qwen3-moe"])
 def test_capture_on_a_gpu_is_near_the_reference_compiled_or_not(tiny, family):
@@ -225,3 +266,19 @@ def test_weights_of_another_shape_are_refused(tiny, tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
     with pytest.raises(DFlashOfflineError, match=r"do not fit its config\.json"):
         loaded(folder, [0])
+
+
+def test_a_hybrid_on_a_gpu_without_its_kernels_says_what_that_costs(tiny, monkeypatch, caplog):
+    from dflash_offline.target import load
+
+    configs = {name: loaded(tiny(name), [0]).config for name in ("qwen3.5-nested", "llama")}
+    assert {name: load.is_hybrid(config) for name, config in configs.items()} == {
+        "qwen3.5-nested": True,
+        "llama": False,
+    }
+    monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None if name == "causal_conv1d" else object())
+    load._warn_slow(configs["llama"], "cuda:0")
+    load._warn_slow(configs["qwen3.5-nested"], "cpu")
+    assert not caplog.records
+    load._warn_slow(configs["qwen3.5-nested"], "cuda:0")
+    assert "without causal-conv1d, several times slower" in caplog.text and "dflash-offline[hybrid]" in caplog.text
