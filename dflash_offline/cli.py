@@ -145,6 +145,33 @@ def export(
 
 
 @app.command()
+def doctor(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="A recipe, its folder, or a shipped name.")
+    ] = None,
+    cache: Annotated[Path | None, typer.Option(help="A cache; default: the recipe's.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="A run folder or cache that worked, or a file that --json gave: what changed?")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Check versions, GPUs, disks and limits for what a recipe needs, and say how to mend each finding.
+
+    Exits with 1 when an error was found. Example: dflash-offline doctor qwen3-8b --compare runs/first
+    """
+    from dflash_offline.doctor import diagnose, report_lines
+
+    answer = diagnose(recipe, cache, compare)
+    if json:
+        _print(answer, True)
+    else:
+        for line in report_lines(answer):
+            typer.echo(line)
+    if not answer["ok"]:
+        raise typer.Exit(1)
+
+
+@app.command()
 def evaluate(
     drafter: Annotated[Path, typer.Argument(help="An exported drafter folder.")],
     target: Annotated[str, typer.Option(help="The target: a folder, hub id or .gguf file.")],
