@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -120,14 +121,22 @@ def preview(
 
 
 @app.command()
-def train(recipe: TrainRecipeArgument, set: SetOption = [], json: JsonOption = False) -> None:  # noqa: B006
-    """Train a drafter from a finished cache; run it again to resume from the newest checkpoint.
+def train(
+    recipe: TrainRecipeArgument,
+    set: SetOption = [],  # noqa: B006
+    gpus: Annotated[str | None, typer.Option(help="GPUs, one drafter replica each, e.g. 5-7.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Train a drafter from a finished cache; run it again to resume, on any number of GPUs. Runs under torchrun too.
 
-    Example: dflash-offline train smollm2-135m --set training.epochs=12
+    Example: dflash-offline train smollm2-135m --gpus 5-7 --set training.epochs=12
     """
     from dflash_offline.train import train as run_train
 
-    _print(run_train(load_recipe(recipe, TrainRecipe, set), progress=sys.stderr.isatty()), json)
+    overrides = [*set, f'training.gpus="{gpus}"'] if gpus else set
+    answer = run_train(load_recipe(recipe, TrainRecipe, overrides), progress=sys.stderr.isatty())
+    if os.environ.get("RANK", "0") == "0":
+        _print(answer, json)
 
 
 @app.command()

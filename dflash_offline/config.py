@@ -175,9 +175,10 @@ class TrainRunConfig(Strict):
     epochs: PositiveInt = 6
     max_steps: PositiveInt | None = None
     seed: int = 0
-    gpus: str | None = None
-    threads: PositiveInt | None = None
-    compile: bool = Field(True, description="Compile the drafter's layers (GPU only).")
+    gpus: str | None = Field(None, description="GPUs, one replica each, e.g. '5-7'; default: the first, or the CPU.")
+    cpu_replicas: PositiveInt | None = Field(None, description="Replicas on the CPU (gloo), even beside a GPU.")
+    threads: PositiveInt | None = Field(None, description="CPU threads of a replica.")
+    compile: bool | None = Field(None, description="Compile the drafter's layers; default: on a GPU, not on a CPU.")
     log_every: PositiveInt = 10
     evaluate_every: PositiveInt = Field(500, description="Steps between evaluations on held-out anchors.")
     evaluate_anchors: PositiveInt = Field(64, description="Fixed anchors a held-out document.")

@@ -77,17 +77,34 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Sums of a step's rows: what its loss is divided by."""
+    """Sums of a step's rows: what its loss is divided by. Rows without a document (weight 0) are not counted."""
 
     rows: int
     sequences: int
     positions_by_offset: np.ndarray
+    tokens: int
+    blocks: int
 
     @classmethod
     def of(cls, rows: Sequence[RowCounts]) -> StepCounts:
         """Add up the rows of a step (at least one)."""
-        positions = np.sum([row.positions_by_offset for row in rows], axis=0)
-        return cls(len(rows), sum(len(row.samples) for row in rows), positions)
+        return cls(
+            sum(bool(row.samples) for row in rows),
+            sum(len(row.samples) for row in rows),
+            np.sum([row.positions_by_offset for row in rows], axis=0),
+            sum(row.tokens for row in rows),
+            sum(row.blocks for row in rows),
+        )
+
+    def vector(self) -> np.ndarray:
+        """All of it as int64 [4 + B]; vectors of replicas add up to that of their step."""
+        return np.array([self.rows, self.sequences, self.tokens, self.blocks, *self.positions_by_offset], np.int64)
+
+    @classmethod
+    def from_vector(cls, vector: np.ndarray) -> StepCounts:
+        """Back from :meth:`vector`."""
+        rows, sequences, tokens, blocks = (int(number) for number in vector[:4])
+        return cls(rows, sequences, np.asarray(vector[4:]), tokens, blocks)
 
 
 @dataclass(frozen=True)
@@ -104,7 +121,8 @@ class RowBatch:
         document_start: Row index of the first token of the slot's document.
         document_end: Row index after its last token.
         counts: What the row holds.
-        step: Sums of the step that it belongs to.
+        step: Sums of this replica's rows of the step that it belongs to.
+        remaining: Rows of the step that this replica has still to run after this one.
     """
 
     input_ids: Tensor
@@ -117,6 +135,7 @@ class RowBatch:
     document_end: Tensor
     counts: RowCounts
     step: StepCounts
+    remaining: int = 0
 
 
 def fill_row(
@@ -163,7 +182,9 @@ def fill_row(
     return RowCounts(tuple(document.sample for document in documents), token, slot, by_offset)
 
 
-def to_row_batch(flat: Tensor, hidden_TD: Tensor, layout: RowLayout, counts: RowCounts, step: StepCounts) -> RowBatch:
+def to_row_batch(
+    flat: Tensor, hidden_TD: Tensor, layout: RowLayout, counts: RowCounts, step: StepCounts, remaining: int = 0
+) -> RowBatch:
     """Views of a flat vector and hidden states on the device as a :class:`RowBatch`."""
     ids, positions, mask, anchors, keep, starts, ends = (part[None] for part in layout.split(flat))
-    return RowBatch(ids, positions, mask, hidden_TD[None], anchors, keep.bool(), starts, ends, counts, step)
+    return RowBatch(ids, positions, mask, hidden_TD[None], anchors, keep.bool(), starts, ends, counts, step, remaining)

@@ -59,6 +59,7 @@ class _HostRow:
     buffer: _Buffer
     counts: RowCounts
     step: StepCounts
+    remaining: int
 
 
 class RowFeed:
@@ -168,12 +169,12 @@ class RowFeed:
             # the denominator of a step needs the tokens of all its rows, before the hidden states of any
             rows = [self._integers(step.epoch, row) for row in step.rows]
             sums = StepCounts.of([counts for _, counts in rows])
-            for flat, counts in rows:
+            for place, (flat, counts) in enumerate(rows):
                 buffer = self._free_buffer()
                 if buffer is None:
                     return
                 self._gather(buffer, flat, counts)
-                self._ready.put(_HostRow(buffer, counts, sums))
+                self._ready.put(_HostRow(buffer, counts, sums, len(rows) - place - 1))
             for shard in step.release:
                 self.store.release(shard)
                 held[shard] -= 1
@@ -298,7 +299,23 @@ class RowFeed:
 
     def _decoded(self, buffer: _Buffer, row: _HostRow) -> RowBatch:
         hidden = self._encoding.decode(buffer.arrays)
-        return to_row_batch(buffer.flat, hidden.flatten(1).to(self.dtype), self.layout, row.counts, row.step)
+        states = hidden.flatten(1).to(self.dtype)
+        return to_row_batch(buffer.flat, states, self.layout, row.counts, row.step, row.remaining)
+
+    def made_up_row(self) -> RowBatch:
+        """A row of one short document of zeros, made as every row is; not while rows are being built."""
+        import torch
+
+        layout = self.layout
+        length = min(layout.context_tokens, 4 * layout.block_size)
+        nothing = np.zeros(length, np.int64)
+        flat = np.empty(layout.size, np.int64)
+        anchors = min(self.anchors_per_document, layout.anchor_slots)
+        document = Document(0, nothing, nothing + 1)
+        counts = fill_row(flat, [document], layout, seed=0, epoch=0, anchors_per_document=anchors)
+        buffer = (self._device or self._host)[0]
+        buffer.flat.copy_(torch.from_numpy(flat))
+        return self._decoded(buffer, _HostRow(buffer, counts, StepCounts.of([counts]), 0))
 
     def waited(self) -> float:
         """Seconds without data since the last call; on a GPU call it only where waiting for the device is wanted."""

@@ -7,10 +7,11 @@ acceptance length of decoding, whose rounds start where the last one ended.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,9 +46,9 @@ class HeldoutRows:
     blocks: int
     anchors_per_document: int
 
-    def plan(self, shard_of: np.ndarray) -> list[PlannedStep]:
-        """One planned step a row."""
-        return plan_epoch(EVALUATION_EPOCH, [[row] for row in self.rows], shard_of)
+    def plan(self, shard_of: np.ndarray, replica: int = 0, world: int = 1) -> list[PlannedStep]:
+        """One planned step a row of this replica, which has every ``world``-th."""
+        return plan_epoch(EVALUATION_EPOCH, [[row] for row in self.rows[replica::world]], shard_of)
 
 
 def heldout_rows(
@@ -84,16 +85,22 @@ def heldout_rows(
 
 
 def evaluate_heldout(
-    step: DrafterStep, feed: RowFeed, plan: list[PlannedStep], at: int, stopped: Callable[[], bool] = lambda: False
+    step: DrafterStep,
+    feed: RowFeed,
+    plan: list[PlannedStep],
+    at: int,
+    stopped: Callable[[], bool] = lambda: False,
+    gather: Callable[[Any], list[Any]] = lambda value: [value],
 ) -> EvaluateEntry | None:
-    """Loss and accuracy over all held-out rows.
+    """Loss and accuracy over all held-out rows; all replicas call it together, each with its rows.
 
     Args:
         step: The drafter.
         feed: A feed of its own for these rows.
         plan: From :meth:`HeldoutRows.plan`.
         at: Optimizer steps done, for the entry.
-        stopped: Asked between rows; True ends the evaluation.
+        stopped: Asked between rows; True ends the evaluation, on whichever replica.
+        gather: Values of all replicas.
 
     Returns:
         The entry, or None if it was ended.
@@ -104,19 +111,23 @@ def evaluate_heldout(
 
     began = time.perf_counter()
     sums = Sums(step.shape.block_size, step.device)
-    denominator, documents = 0.0, 0
+    denominators, documents, ended = [], 0, False
     feed.start(plan, ahead_bytes=0)
     try:
         with torch.no_grad():
             while (row := feed.next()) is not None:
-                if stopped():
-                    return None
+                if ended := stopped():
+                    break
                 sums.add(step.forward(row, 1.0), row.anchor_keep)
-                denominator += step.denominator(StepCounts.of([row.counts]))
+                denominators.append(step.denominator(StepCounts.of([row.counts])))
                 documents += len(row.counts.samples)
     finally:
         feed.stop()
-    total = sums.read()
+    parts = gather((ended, denominators, documents))
+    if any(part[0] for part in parts):
+        return None
+    denominator = math.fsum(value for part in parts for value in part[1])
+    total = sums.read(gather)
     return EvaluateEntry(
         step=at,
         loss=ratio(total["weighted_loss"], denominator),
@@ -124,7 +135,7 @@ def evaluate_heldout(
         accuracy=ratio(total["correct"], total["positions"]),
         accuracy_by_position=accuracy_by_position(total["correct_by_offset"], total["positions_by_offset"]),
         expected_acceptance_length=ratio(total["leading_correct"], total["blocks"]) + 1.0,
-        documents=documents,
+        documents=sum(part[2] for part in parts),
         blocks=int(total["blocks"]),
         run={"seconds": round(time.perf_counter() - began, 3)},
     )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dflash_offline.train.batch import RowCounts, RowLayout
+from dflash_offline.train.batch import RowCounts, RowLayout, StepCounts
 from dflash_offline.train.metrics import StepEntry, accuracy_by_position, ratio
 from dflash_offline.train.step import Sums
 
@@ -32,10 +32,20 @@ class Interval:
     Args:
         block_size: B.
         device: Where the sums are kept.
+        gather: Values of all replicas (:meth:`~dflash_offline.train.replicas.Replicas.gather`); methods that say so
+            must be called by all of them together.
+        replica: Which of them this one is.
     """
 
-    def __init__(self, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        device: torch.device,
+        gather: Callable[[Any], list[Any]] = lambda value: [value],
+        replica: int = 0,
+    ) -> None:
         self._block_size, self._device = block_size, device
+        self._gather, self._replica = gather, replica
         self._since: float | None = None
         self.reset()
 
@@ -46,18 +56,29 @@ class Interval:
         self._norms: list[Tensor] = []
         self._rows: list[list[RowCounts]] = []
         self._earlier: dict[str, Any] = {"loss": 0.0, "norm": 0.0, "steps": 0, "rows": 0}
-        self._samples = self._tokens = self._blocks = 0
+        self._samples = self._tokens = self._blocks = self._step_rows = 0
         self._rate = 0.0
         self._seconds = self._waited = 0.0
 
-    def add_step(self, losses: Sequence[Tensor], norm: Tensor, rows: Sequence[RowCounts], rate: float) -> None:
-        """Add an optimizer step: the loss of each row (scalars that sum to the step's), the norm before clipping."""
+    def add_step(
+        self, losses: Sequence[Tensor], norm: Tensor, rows: Sequence[RowCounts], counts: StepCounts, rate: float
+    ) -> None:
+        """Add an optimizer step.
+
+        Args:
+            losses: Of each row of this replica; those of all replicas sum to the step's.
+            norm: Of the gradient before clipping.
+            rows: This replica's rows.
+            counts: Of the whole step.
+            rate: Learning rate.
+        """
         self._losses.append(list(losses))
         self._norms.append(norm.detach())
         self._rows.append(list(rows))
-        self._samples += sum(len(row.samples) for row in rows)
-        self._tokens += sum(row.tokens for row in rows)
-        self._blocks += sum(row.blocks for row in rows)
+        self._step_rows += counts.rows
+        self._samples += counts.sequences
+        self._tokens += counts.tokens
+        self._blocks += counts.blocks
         self._rate = rate
 
     def _numbers(self) -> tuple[list[list[float]], list[float]]:
@@ -73,11 +94,20 @@ class Interval:
         return losses, values[first:]
 
     def first_not_finite(self) -> tuple[int, list[int], str] | None:
-        """The first step whose loss or gradient is not finite.
+        """The first step whose loss or gradient is not finite on any replica; all call it together.
 
         Returns:
             Steps since then, cache sample indices of the rows at fault, and what is not finite; None if all is well.
         """
+        found = [bad for bad in self._gather(self._first_not_finite()) if bad is not None]
+        if not found:
+            return None
+        ago = max(bad[0] for bad in found)
+        first = [bad for bad in found if bad[0] == ago]
+        first = [bad for bad in first if bad[2] == "the loss"] or first  # the gradient is everybody's
+        return ago, [sample for bad in first for sample in bad[1]], first[0][2]
+
+    def _first_not_finite(self) -> tuple[int, list[int], str] | None:
         losses, norms = self._numbers()
         for index, (step, norm) in enumerate(zip(losses, norms, strict=True)):
             bad = [row for row, loss in enumerate(step) if not math.isfinite(loss)]
@@ -90,19 +120,20 @@ class Interval:
     def _sums(self) -> dict[str, Any]:
         losses, norms = self._numbers()
         loss, norm = self._earlier["loss"], self._earlier["norm"]
-        for step, value in zip(losses, norms, strict=True):  # one by one: the same sum, however it was cut
-            loss += math.fsum(step)
+        # one by one: the same sum, however it was cut; fsum: the same, however rows lie on replicas
+        for *parts, value in zip(*self._gather(losses), norms, strict=True):
+            loss += math.fsum(part for rows in parts for part in rows)
             norm += value
         return {
             "loss": loss,
             "norm": norm,
             "steps": self._earlier["steps"] + len(losses),
-            "rows": self._earlier["rows"] + sum(len(step) for step in losses),
+            "rows": self._earlier["rows"] + self._step_rows,
         }
 
     def entry(self, done: int, epoch: int, totals: Totals, layout: RowLayout, memory: int) -> StepEntry:
-        """The log entry of this interval."""
-        mean, sums = self._sums(), self.sums.read()
+        """The log entry of this interval; all replicas call it together."""
+        mean, sums = self._sums(), self.sums.read(self._gather)
         return StepEntry(
             step=done,
             epoch=epoch,
@@ -137,10 +168,10 @@ class Interval:
     # ---- carried by checkpoints -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """JSON values from which :meth:`load` goes on exactly."""
+        """JSON values from which :meth:`load` goes on exactly; all replicas call it together."""
         return {
             **self._sums(),
-            "sums": self.sums.vector.tolist(),
+            "sums": self._gather(self.sums.vector.tolist()),
             "samples": self._samples,
             "tokens": self._tokens,
             "blocks": self._blocks,
@@ -148,10 +179,14 @@ class Interval:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state`."""
+        """Go on from :meth:`state`; with another number of replicas rank 0 takes all of it."""
         self.reset()
+        vectors = state["sums"] if isinstance(state["sums"][0], list) else [state["sums"]]
+        if len(vectors) != len(self._gather(None)):
+            vectors = [[math.fsum(numbers) for numbers in zip(*vectors, strict=True)]]
         self._earlier = {key: state[key] for key in ("loss", "norm", "steps", "rows")}
-        self.sums.vector.copy_(torch.tensor(state["sums"], dtype=torch.float64))
+        if self._replica < len(vectors):
+            self.sums.vector.copy_(torch.tensor(vectors[self._replica], dtype=torch.float64))
         self._samples, self._tokens, self._blocks = state["samples"], state["tokens"], state["blocks"]
         self._rate = state["rate"]
 

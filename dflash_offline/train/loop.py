@@ -1,4 +1,7 @@
-"""Training a drafter from a cache on one device.
+"""Training a drafter from a cache, on one device or with one replica a GPU.
+
+All replicas run this code: each takes the rows of its lanes, and they meet once a step to add up what the loss is
+divided by and whether to stop, and once in the backward pass for the gradients. Replica 0 writes.
 
 A run is a folder: started again it goes on from its newest complete checkpoint, and on a CPU with fixed threads its
 loss curve is then the same, bit for bit, as without the interruption. A SIGINT or SIGTERM ends the step in flight,
@@ -10,10 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +29,7 @@ from dflash_offline.config import TrainRecipe
 from dflash_offline.drafter.model import DFlashDrafter
 from dflash_offline.errors import DFlashOfflineError, Interrupted
 from dflash_offline.extract.signals import StopSignals
+from dflash_offline.train.batch import StepCounts
 from dflash_offline.train.checkpoint import (
     Checkpoint,
     check_shape,
@@ -34,12 +40,23 @@ from dflash_offline.train.checkpoint import (
     save_checkpoint,
     tensors_to_optimizer,
 )
+from dflash_offline.train.compiled import (
+    cache_environment,
+    fail_on_recompile_limit,
+    prove_warm,
+    recompiling_is_an_error,
+    visible_devices,
+    wants_compile,
+    warm_folder,
+)
 from dflash_offline.train.feed import RowFeed
 from dflash_offline.train.heldout import EVALUATION_SEED, evaluate_heldout
 from dflash_offline.train.interval import Interval, Totals
+from dflash_offline.train.launch import launch, replica_environments
 from dflash_offline.train.metrics import (
     CheckpointEntry,
     EndEntry,
+    Entry,
     EvaluateEntry,
     RunLog,
     StartEntry,
@@ -47,6 +64,7 @@ from dflash_offline.train.metrics import (
 )
 from dflash_offline.train.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from dflash_offline.train.planned import plan_steps
+from dflash_offline.train.replicas import Place, Replicas
 from dflash_offline.train.run_folder import RunFolder
 from dflash_offline.train.setup import (
     RunPlan,
@@ -64,6 +82,8 @@ from dflash_offline.train.trackers import open_trackers
 
 logger = logging.getLogger(__name__)
 
+_CARRIED = ("step", "totals", "interval", "evaluation_due", "log_bytes")
+
 
 def train(recipe: TrainRecipe, *, progress: bool = True, stop_event: threading.Event | None = None) -> dict[str, Any]:
     """Train a drafter, or go on with a run.
@@ -80,24 +100,70 @@ def train(recipe: TrainRecipe, *, progress: bool = True, stop_event: threading.E
 
     Raises:
         UsageError: wrong settings, or a run folder of other settings.
-        DFlashOfflineError: the cache cannot be trained from, the run is in use, or the loss is not finite.
+        DFlashOfflineError: the cache cannot be trained from, the run is in use, the loss is not finite, or a replica
+            failed.
         Interrupted: stopped by a signal; a checkpoint was written.
     """
-    device = choose_device(recipe)
+    if Place.from_environment() is None and (environments := replica_environments(recipe)) is not None:
+        open_trainable(recipe).close()  # what is wrong with it is said before processes start
+        return launch(recipe, environments, progress=progress, stop_event=stop_event)
+    return train_replica(recipe, progress=progress, stop_event=stop_event)
+
+
+def train_replica(
+    recipe: TrainRecipe,
+    *,
+    progress: bool,
+    stop_event: threading.Event | None = None,
+    lock_token: str | None = None,
+    warm: str | None = None,
+    started: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
+    """One replica's part of :func:`train`, in this process: the only one, or the one that the environment names.
+
+    Args:
+        recipe: The recipe.
+        progress: Show a progress line (replica 0).
+        stop_event: Set by another thread, it ends the run as a signal does.
+        lock_token: Of the launcher's lock on the run folder; without it replica 0 takes the lock.
+        warm: Compile-cache folder that a warm process has filled; None makes it where compiling is wanted.
+        started: Called after the first step.
+    """
+    place = Place.from_environment() or Place()
+    device = choose_device(recipe, place)
     cache = open_trainable(recipe)
     try:
-        with RunFolder(recipe) as folder, _threads(recipe.training.threads):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_threads(recipe.training.threads))
+            replicas = Replicas(place, device)
+            stack.callback(replicas.close)
+            folder = RunFolder(recipe, lock_token)
+            if replicas.first or lock_token is not None:
+                stack.enter_context(folder)
             plan = plan_run(recipe, cache)
             if device.type == "cuda":
                 check_tiles(plan.layout)
-            folder.settle(plan.resolved(cache))
-            checkpoint = newest_checkpoint(folder.path)
-            if checkpoint is not None and checkpoint.step >= plan.schedule.total_steps:
-                logger.info("%s is finished: %d steps; nothing is left to do", folder.path, checkpoint.step)
-                return checkpoint.state["summary"] | {"already_finished": True}
-            with StopSignals(raise_at_once=True) as signals, contextlib.ExitStack() as stack:
-                run = _Run(recipe, cache, plan, folder, device, checkpoint, stack)
-                return run.go(signals, stop_event or threading.Event(), progress)
+            if warm is None and wants_compile(recipe, device):
+                if place.local_rank == 0:
+                    warm = warm_folder(recipe, cache, plan, {"CUDA_VISIBLE_DEVICES": visible_devices()})
+                warm = replicas.gather(warm)[replicas.rank - place.local_rank]
+            if warm is not None:
+                os.environ.update(cache_environment(warm))
+            replicas.agree("the cache and the order of training", plan.resolved(cache))
+            checkpoint = None
+            if replicas.first:
+                folder.settle(plan.resolved(cache))
+                checkpoint = newest_checkpoint(folder.path)
+            done = checkpoint.step if checkpoint is not None else 0
+            finished = None
+            if checkpoint is not None and done >= plan.schedule.total_steps:
+                logger.info("%s is finished: %d steps; nothing is left to do", folder.path, done)
+                finished = checkpoint.state["summary"] | {"already_finished": True}
+            if (finished := replicas.broadcast(finished)) is not None:
+                return finished
+            signals = stack.enter_context(StopSignals(raise_at_once=True))
+            run = _Run(recipe, cache, plan, folder, device, checkpoint, stack, replicas, warm)
+            return run.go(signals, stop_event or threading.Event(), progress and replicas.first, started)
     except KeyboardInterrupt:
         raise Interrupted(f"stopped before a step was done; the same command goes on with {recipe.run}") from None
     finally:
@@ -116,7 +182,7 @@ def _threads(count: int | None) -> Iterator[None]:
 
 
 class _Run:
-    """One process's part of a run."""
+    """One replica's part of a run."""
 
     def __init__(
         self,
@@ -127,11 +193,16 @@ class _Run:
         device: torch.device,
         checkpoint: Checkpoint | None,
         stack: contextlib.ExitStack,
+        replicas: Replicas,
+        warm: str | None,
     ) -> None:
+        self.replicas = replicas
         self.recipe, self.cache, self.plan, self.path, self.device = recipe, cache, plan, folder.path, device
         self.settings = recipe.training
         self.total_steps = plan.schedule.total_steps
-        self.first_step = checkpoint.step if checkpoint else 0
+        facts = {"step": checkpoint.step, **checkpoint.state} if checkpoint else {"step": 0}
+        facts = replicas.broadcast({key: facts[key] for key in _CARRIED if key in facts})
+        self.first_step = facts["step"]
         self.resumed_from = checkpoint.path.name if checkpoint else None
         on_gpu = device.type == "cuda"
         dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -143,22 +214,24 @@ class _Run:
         elif recipe.drafter.init_from is not None:
             model.load_state_dict(initial_weights(recipe.drafter.init_from, plan.shape))
         self.model = model.to(device)
+        stack.enter_context(fail_on_recompile_limit(wants_compile(recipe, device)))
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         self._names = {parameter: name for name, parameter in self.model.named_parameters()}
-        self.totals, self.interval, log_bytes = Totals(), Interval(plan.shape.block_size, device), 0
-        self.evaluation_due = False
+        self.totals, log_bytes = Totals(), int(facts.get("log_bytes", 0))
+        self.interval = Interval(plan.shape.block_size, device, replicas.gather, replicas.rank)
+        self.evaluation_due, self.counters = bool(facts.get("evaluation_due", False)), None
         self.evaluated: EvaluateEntry | None = None
         if checkpoint is not None:
-            tensors = checkpoint.optimizer_tensors()
-            tensors_to_optimizer(self.optimizer, self._names, tensors)
-            restore_random(tensors, device)
-            self.totals = Totals(**checkpoint.state["totals"])
-            self.interval.load(checkpoint.state["interval"])
-            self.evaluation_due = bool(checkpoint.state["evaluation_due"])
-            log_bytes = int(checkpoint.state["log_bytes"])
+            restore_random(checkpoint.optimizer_tensors(), device)
+        if self.first_step:
+            moments = checkpoint.optimizer_tensors() if checkpoint is not None else None
+            moments = {k: v for k, v in (moments or {}).items() if not k.startswith("random.")} or None
+            tensors_to_optimizer(self.optimizer, self._names, replicas.broadcast_tensors(moments))
+            self.totals = Totals(**facts["totals"])
+            self.interval.load(facts["interval"])
         target = FrozenTarget.of(cache.heads(), cache.heads_info(), device, dtype)
         self.step = DrafterStep(
-            self.model, target, recipe.loss, self.settings.head_chunk, compile=on_gpu and self.settings.compile
+            self.model, target, recipe.loss, self.settings.head_chunk, compile=wants_compile(recipe, device)
         )
         self._target_facts = {
             "config": cache.target_config(),
@@ -168,7 +241,7 @@ class _Run:
 
         reader = ShardReader(cache, plan.layers)
         shard_of = np.asarray(cache.samples.shard, dtype=np.int64)
-        self.memory = bound_memory(plan, reader, shard_of, self.first_step)
+        self.memory = bound_memory(plan, reader, shard_of, self.first_step, replicas)
         self.store = ShardStore(reader, reader.shard_bytes, self.memory.keep)
         stack.callback(self.store.close)
 
@@ -187,10 +260,17 @@ class _Run:
             return made
 
         self.feed = feed(self.settings.seed, recipe.rows.anchors_per_document)
-        self.heldout_plan = plan.heldout.plan(shard_of)
-        self.heldout_feed = feed(EVALUATION_SEED, plan.heldout.anchors_per_document) if self.heldout_plan else None
-        self.feed.start(plan_steps(plan.order, plan.schedule, self.first_step, shard_of), self.memory.ahead)
-        if not self.heldout_plan:
+        if warm is not None:  # before gradients have hooks
+            self.counters = prove_warm(self.step, self.feed.made_up_row(), Path(warm))
+        self.step.replicate(replicas.wrap(self.model), replicas.world)
+        self.heldout_plan = plan.heldout.plan(shard_of, replicas.rank, replicas.world)
+        self.heldout_feed = feed(EVALUATION_SEED, plan.heldout.anchors_per_document) if plan.heldout.rows else None
+        mine = plan_steps(plan.order, plan.schedule, self.first_step, shard_of, replicas.rank, replicas.world)
+        self.feed.start(mine, self.memory.ahead)
+        self.log: RunLog | None = None
+        if not replicas.first:
+            return
+        if not plan.heldout.rows:
             logger.warning("the cache has no held-out samples: the run is not evaluated")
         trackers = open_trackers(self.settings.trackers, self.path, self.first_step, recipe.model_dump(mode="json"))
         self.log = RunLog(self.path, log_bytes, trackers)
@@ -198,11 +278,13 @@ class _Run:
 
     # ---- the loop -------------------------------------------------------------------------------------------------
 
-    def go(self, signals: StopSignals, stop_event: threading.Event, progress: bool) -> dict[str, Any]:
+    def go(
+        self, signals: StopSignals, stop_event: threading.Event, progress: bool, started: Callable[[], None]
+    ) -> dict[str, Any]:
         """Train to the end."""
         from tqdm import tqdm
 
-        self.log.write(self._start_entry())
+        self._write(self._start_entry())
         began = time.perf_counter()
 
         def stopped() -> bool:
@@ -211,14 +293,16 @@ class _Run:
         bar = tqdm(
             total=self.total_steps, initial=self.first_step, unit="step", disable=not progress, dynamic_ncols=True
         )
-        with bar, _recompiling_is_an_error(self.device):
+        with bar, recompiling_is_an_error(self.counters is not None, self.plan.layout):
             if self.evaluation_due:  # the run was stopped before or in the middle of it
                 self._evaluate(self.first_step, stopped)
                 if self.evaluation_due:
                     raise Interrupted(f"evaluation of step {self.first_step} was stopped; the same command goes on")
             self.interval.resume()
             for done in range(self.first_step + 1, self.total_steps + 1):
-                self._one_step(done - 1)
+                stopping = self._one_step(done - 1, stopped)
+                if done == self.first_step + 1:
+                    started()
                 signals.raise_at_once = False  # from here on there is something to keep
                 last = done == self.total_steps
                 bar.update(1)
@@ -230,9 +314,11 @@ class _Run:
                 if last:
                     self._evaluate(done, lambda: False)
                     return self._finish(began)
-                if self.evaluation_due and not stopped():
-                    self._evaluate(done, stopped)
-                if stopped():
+                stopping |= self.replicas.world == 1 and stopped()
+                if self.evaluation_due and not stopping:
+                    stopping = not self._evaluate(done, stopped)
+                stopping |= self.replicas.world == 1 and stopped()
+                if stopping:
                     saved = self._save(done, began)
                     raise Interrupted(f"step {done} of {self.total_steps} is in {saved}; the same command goes on")
                 if done % self.settings.checkpoint_every == 0:
@@ -240,45 +326,70 @@ class _Run:
                 self.interval.resume()
         raise AssertionError("training ended without its last step")
 
-    def _evaluate(self, done: int, stopped: Callable[[], bool]) -> None:
+    def _evaluate(self, done: int, stopped: Callable[[], bool]) -> bool:
+        """Whether it came to its end."""
         if self.heldout_feed is None:
             self.evaluation_due = False
-            return
-        entry = evaluate_heldout(self.step, self.heldout_feed, self.heldout_plan, done, stopped)
+            return True
+        gather = self.replicas.gather
+        entry = evaluate_heldout(self.step, self.heldout_feed, self.heldout_plan, done, stopped, gather)
         if entry is not None:
-            self.log.write(entry)
+            self._write(entry)
             self.evaluated, self.evaluation_due = entry, False
+        return entry is not None
 
-    def _one_step(self, step: int) -> None:
+    def _write(self, entry: Entry) -> None:
+        if self.log is not None:
+            self.log.write(entry)
+
+    def _one_step(self, step: int, stopped: Callable[[], bool]) -> bool:
+        """Run a step; whether some replica wants to stop after it."""
         rate = learning_rate(step, self.total_steps, self.recipe.optimizer)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.zero_grad(set_to_none=True)
-        losses, rows = [], []
-        remaining = 1
+        losses, rows, counts, stopping, remaining = [], [], None, False, 1
         while remaining:
             row = self.feed.next()
             if row is None:
                 raise AssertionError(f"no row for step {step}")
-            remaining = row.step.rows - len(rows) - 1
-            output = self.step.forward_backward(row)
+            if counts is None:
+                counts, stopping = self._step_counts(row.step, stopped)
+            remaining = row.remaining
+            with self.replicas.exchanging(), self._last_exchanges(last=not remaining):
+                output = self.step.forward_backward(row, counts)
             losses.append(output.loss.detach())
             rows.append(row.counts)
             self.interval.sums.add(output, row.anchor_keep)
         norm = clip_gradients(self.model, self.recipe.optimizer.clip_norm)
         self.optimizer.step()
-        self.interval.add_step(losses, norm, rows, rate)
+        self.interval.add_step(losses, norm, rows, counts, rate)
+        return stopping
+
+    def _step_counts(self, mine: StepCounts, stopped: Callable[[], bool]) -> tuple[StepCounts, bool]:
+        """What the step's loss is divided by, and whether some replica wants to stop: one small sum on the hosts."""
+        if self.replicas.world == 1:
+            return mine, False
+        vector = self.replicas.add(np.array([stopped(), *mine.vector()], dtype=np.int64))
+        return StepCounts.from_vector(vector[1:]), bool(vector[0])
+
+    def _last_exchanges(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Gradients of a step's rows add up here; only the last backward pass exchanges them."""
+        if last or self.replicas.world == 1:
+            return contextlib.nullcontext()
+        return self.step.trained.no_sync()  # type: ignore[operator,return-value]
 
     def _log_interval(self, done: int) -> StepEntry:
         self._check_finite(done)
-        self.interval.close_clock(self.feed.waited())
+        self.interval.close_clock(max(self.replicas.gather(self.feed.waited())))
         memory = (
             torch.cuda.memory_reserved(self.device)
             if self.device.type == "cuda"
             else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         )
         epoch = self.plan.schedule.cursor(done - 1)[0]
+        memory = max(self.replicas.gather(memory))
         entry = self.interval.entry(done, epoch, self.totals, self.plan.layout, memory)
-        self.log.write(entry)
+        self._write(entry)
         self.totals = self.interval.add_to(self.totals)
         self.interval.reset()
         return entry
@@ -306,6 +417,9 @@ class _Run:
     def _save(self, done: int, began: float, summary: dict[str, Any] | None = None) -> str:
         self._check_finite(done)
         name = f"checkpoints/step-{done:06d}"
+        interval = self.interval.state()
+        if self.log is None:
+            return str(self.path / name)
         self.log.write(CheckpointEntry(step=done, path=name))
         if summary is not None:
             self.log.write(EndEntry(step=done, summary=summary))
@@ -318,7 +432,7 @@ class _Run:
             "lanes": self.plan.order.lanes,
             "order": self.plan.order.digest(),
             "totals": vars(totals),
-            "interval": self.interval.state(),
+            "interval": interval,
             "evaluation_due": self.evaluation_due,
             "log_bytes": self.log.sync(),
             "drafter": self.plan.shape.to_hf_config(),
@@ -339,23 +453,17 @@ class _Run:
             epochs=self.settings.epochs,
             resumed_from=self.resumed_from,
             host_memory=self.memory.most,
+            replicas=self.replicas.world,
+            compiled=self.counters,
         )
 
     def _finish(self, began: float) -> dict[str, Any]:
-        self.log.sync()
-        seconds = self.totals.seconds + time.perf_counter() - began
-        summary = run_summary(self.path, self.total_steps, self.settings.epochs, self.totals, seconds)
+        summary = None
+        if self.log is not None:
+            self.log.sync()
+            seconds = self.totals.seconds + time.perf_counter() - began
+            summary = run_summary(self.path, self.total_steps, self.settings.epochs, self.totals, seconds)
+        summary = self.replicas.broadcast(summary)
         self._save(self.total_steps, began, summary)
+        self.replicas.gather(None)  # nobody leaves before the last checkpoint is written
         return summary
-
-
-@contextlib.contextmanager
-def _recompiling_is_an_error(device: torch.device) -> Iterator[None]:
-    """Past its limit of recompilations Dynamo falls back to eager without a word; here it raises."""
-    if device.type != "cuda":
-        yield
-        return
-    import torch._dynamo
-
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        yield

@@ -52,7 +52,9 @@ class StartEntry(Entry):
     heldout_documents: int
     heldout_blocks: int
     host_memory: int = Field(description="Bytes of host memory that shards may take.")
-    run: dict[str, Any] = Field(default_factory=dict, description="Time, device, versions.")
+    run: dict[str, Any] = Field(
+        default_factory=dict, description="Time, device, versions, replicas, and what the compile caches gave."
+    )
 
 
 class StepEntry(Entry):

@@ -49,21 +49,32 @@ def plan_epoch(epoch: int, steps: Sequence[Sequence[np.ndarray]], shard_of: np.n
     return [PlannedStep(epoch, *parts) for parts in zip(steps, acquire, release, strict=True)]
 
 
-def epoch_rows(order: EpochOrder, first_step: int = 0, last_step: int | None = None) -> list[list[np.ndarray]]:
-    """Rows of the steps ``[first_step, last_step)`` of an epoch."""
+def epoch_rows(
+    order: EpochOrder, first_step: int = 0, last_step: int | None = None, replica: int = 0, world: int = 1
+) -> list[list[np.ndarray]]:
+    """Rows that a replica runs in the steps ``[first_step, last_step)`` of an epoch; empty ones have weight 0."""
     last_step = order.num_steps if last_step is None else last_step
-    return [[order.row_samples(row) for row in order.step_rows(step)] for step in range(first_step, last_step)]
+    nothing = np.empty(0, np.int64)
+    return [
+        [nothing if row is None else order.row_samples(row) for row in order.share(step, replica, world)]
+        for step in range(first_step, last_step)
+    ]
 
 
 def plan_steps(
-    order: TrainingOrder, schedule: Schedule, first_step: int, shard_of: np.ndarray
+    order: TrainingOrder,
+    schedule: Schedule,
+    first_step: int,
+    shard_of: np.ndarray,
+    replica: int = 0,
+    world: int = 1,
 ) -> Iterator[PlannedStep]:
-    """All steps from ``first_step`` to the end of the schedule."""
+    """A replica's part of all steps from ``first_step`` to the end of the schedule."""
     step = first_step
     while step < schedule.total_steps:
         epoch, inside = schedule.cursor(step)
         last = min(schedule.steps_of_epochs[epoch], inside + schedule.total_steps - step)
-        yield from plan_epoch(epoch, epoch_rows(order.epoch(epoch), inside, last), shard_of)
+        yield from plan_epoch(epoch, epoch_rows(order.epoch(epoch), inside, last, replica, world), shard_of)
         step += last - inside
 
 

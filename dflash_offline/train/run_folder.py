@@ -27,6 +27,7 @@ _FREE = {
     "rows.lanes",  # what they came to is under "resolved"
     "rows.anchor_slots",
     "training.gpus",
+    "training.cpu_replicas",
     "training.threads",
     "training.compile",
     "training.log_every",
@@ -47,21 +48,31 @@ class RunFolder:
 
     Args:
         recipe: Its recipe.
+        token: Of the launcher's lock, which a replica shares.
 
     Raises (on entering):
         UsageError: the folder is something else.
         DFlashOfflineError: another process trains in it.
     """
 
-    def __init__(self, recipe: TrainRecipe) -> None:
+    def __init__(self, recipe: TrainRecipe, token: str | None = None) -> None:
         self.recipe = recipe
         self.path = Path(recipe.run)
-        self._lock = CacheLock(self.path, role="train")
+        self._lock = CacheLock(self.path, role="train", token=token)
+
+    @property
+    def token(self) -> str | None:
+        """Of the lock, for the replicas that share it; None before it is taken."""
+        return self._lock.token
 
     def __enter__(self) -> RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"the run path {self.path} is a file; name a folder that does not exist yet")
-        names = {entry.name for entry in self.path.iterdir() if entry.name != "locks"} if self.path.is_dir() else set()
+        names = (
+            {entry.name for entry in self.path.iterdir() if entry.name not in ("locks", "compiled")}
+            if self.path.is_dir()
+            else set()
+        )
         if names and RECIPE not in names:
             raise UsageError(
                 f"the run path {self.path} is some other folder: it is not empty ({', '.join(sorted(names)[:5])}) and "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from dflash_offline.train.batch import RowLayout
 from dflash_offline.train.heldout import HeldoutRows, heldout_rows
 from dflash_offline.train.order import Schedule, TrainingOrder, choose_lanes
 from dflash_offline.train.planned import epoch_rows, peak_shard_bytes, plan_epoch
+from dflash_offline.train.replicas import Place, Replicas
 from dflash_offline.train.rows import default_anchor_slots, document_blocks
 from dflash_offline.train.shard_store import ShardReader, available_memory
 
@@ -64,24 +66,30 @@ class RunPlan:
         }
 
 
-def choose_device(recipe: TrainRecipe) -> torch.device:
-    """The GPU that the recipe names, the first one, or the CPU.
+def choose_device(recipe: TrainRecipe, place: Place = Place()) -> torch.device:
+    """``cuda:0`` or the CPU. Of several GPUs this replica's is made the only one that the process sees.
 
     Raises:
-        UsageError: several GPUs, or one that is not there.
+        UsageError: GPUs that are not there, or fewer than replicas on this host.
     """
     import torch
 
-    if recipe.training.gpus is None:
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    numbers = parse_gpus(recipe.training.gpus)
-    if len(numbers) > 1:
-        raise UsageError(f"training.gpus = {recipe.training.gpus!r}: training runs on one GPU so far; name one of them")
-    if not torch.cuda.is_available() or numbers[0] >= torch.cuda.device_count():
+    settings = recipe.training
+    if settings.cpu_replicas is not None or (settings.gpus is None and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "").count(",") == 0 and "RANK" in os.environ:
+        return torch.device("cuda:0")  # the launcher, or whoever started this process, has chosen
+    numbers = parse_gpus(settings.gpus) if settings.gpus is not None else list(range(torch.cuda.device_count()))
+    if place.local_rank >= len(numbers) or numbers[place.local_rank] >= torch.cuda.device_count():
         raise UsageError(
-            f"training.gpus = {recipe.training.gpus!r}: this machine has {torch.cuda.device_count()} CUDA devices; "
-            "leave it out to train on the CPU"
+            f"training.gpus = {settings.gpus!r}: replica {place.local_rank} of this host finds no GPU among "
+            f"{torch.cuda.device_count()}; leave it out to train on the CPU"
         )
+    if place.world > 1:
+        visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+        number = numbers[place.local_rank]
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[number] if number < len(visible) else str(number)
+        return torch.device("cuda:0")
     return torch.device(f"cuda:{numbers[0]}")
 
 
@@ -214,22 +222,26 @@ class HostMemory:
     most: int
 
 
-def bound_memory(plan: RunPlan, reader: ShardReader, shard_of: np.ndarray, first_step: int) -> HostMemory:
-    """Bound the shards in memory: those that the rows of a step need together, a few ahead, and kept ones.
+def bound_memory(
+    plan: RunPlan, reader: ShardReader, shard_of: np.ndarray, first_step: int, replicas: Replicas
+) -> HostMemory:
+    """Bound a replica's shards in memory: those that the rows of a step need together, a few ahead, and kept ones.
 
     Raises:
         UsageError: what is needed exceeds the memory of the machine; the message names the settings.
     """
     epoch = plan.schedule.cursor(first_step)[0] if first_step < plan.schedule.total_steps else 0
     order = plan.order.epoch(epoch)
-    needed = peak_shard_bytes(plan_epoch(epoch, epoch_rows(order), shard_of), reader.bytes)
+    needed = peak_shard_bytes(
+        plan_epoch(epoch, epoch_rows(order, 0, None, replicas.rank, replicas.world), shard_of), reader.bytes
+    )
     total = int(reader.bytes.sum())
     ahead = min(needed + READ_AHEAD_SHARDS * int(reader.bytes.max()), total)
-    available = available_memory()
+    available = available_memory() // replicas.local_world
     if ahead > available:
         raise UsageError(
             f"the shards that are in use at once take {ahead / 1e9:.1f} GB of host memory and "
-            f"{available / 1e9:.1f} GB are free: lower rows.lanes ({plan.order.lanes} here) or "
+            f"{available / 1e9:.1f} GB are free for each replica here: lower rows.lanes ({plan.order.lanes} here) or "
             f"rows.window_shards ({plan.order.window_shards}), or extract with a smaller layout.shard_tokens"
         )
     keep = max(0, min(total, int(KEPT_SHARE * available) - ahead))

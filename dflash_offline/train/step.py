@@ -1,8 +1,8 @@
 """Forward, loss, backward and update: the arithmetic of a training step.
 
-A step is several rows whose gradients add up. Each row's loss is divided by the denominator of the whole step, which
-is known from masks and anchors before the first forward pass, so any split of a step into rows (and, later, over
-replicas) has the gradient of one large batch. fp32 master weights; compute in bf16 on a GPU, fp32 on a CPU. Nothing
+A step is several rows whose gradients add up. Each row's loss is divided by the denominator of the whole step, which is
+known from masks and anchors before the first forward pass, so any split of a step into rows and over replicas has the
+gradient of one large batch. fp32 master weights; compute in bf16 on a GPU, fp32 on a CPU. Nothing
 here waits for the device: numbers add up there and are read every ``log_every`` steps.
 
 Shapes: R = 1 row, T context tokens, A anchor slots, B block size, Q = A * B, H hidden.
@@ -10,7 +10,8 @@ Shapes: R = 1 row, T context tokens, A anchor slots, B block size, Q = A * B, H 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,8 @@ class DrafterStep:
         self, model: DFlashDrafter, target: FrozenTarget, loss: LossConfig, head_chunk: int, compile: bool
     ) -> None:
         self.model, self.target, self.loss = model, target, loss
+        self.trained: torch.nn.Module = model
+        self.gradient_scale = 1.0
         self.shape = model.shape
         self.device = target.embedding.device
         self.head = FusedHead(target.head, chunk=head_chunk, softcap=target.softcap, compile=compile)
@@ -87,6 +90,13 @@ class DrafterStep:
         self.backend = "flex" if self.device.type == "cuda" else "dense"
         if compile:
             compile_layers(model)
+
+    def replicate(self, trained: torch.nn.Module, world: int) -> None:
+        """Run training passes through ``trained``, which averages gradients over ``world`` replicas.
+
+        A step's gradient is a sum, so losses are scaled by ``world`` for the backward pass.
+        """
+        self.trained, self.gradient_scale = trained, float(world)
 
     def forward(self, row: RowBatch, denominator: float) -> LossOutput:
         """Loss of one row, divided by the denominator of its step."""
@@ -105,13 +115,22 @@ class DrafterStep:
             backend=self.backend,
         )
         positions = block_positions(row.positions, row.anchor_index, shape.block_size)
-        hidden = self.model(embeds, row.hidden, row.positions, positions, mask)
+        network = self.trained if torch.is_grad_enabled() else self.model
+        hidden = network(embeds, row.hidden, row.positions, positions, mask)
         return drafter_loss(hidden, labels, valid, self.head, self.loss, denominator, count=row.counts.positions)
 
-    def forward_backward(self, row: RowBatch) -> LossOutput:
-        """Add one row's gradient to the parameters'."""
-        output = self.forward(row, self.denominator(row.step))
-        output.loss.backward()
+    def forward_backward(self, row: RowBatch, counts: StepCounts | None = None) -> LossOutput:
+        """Add one row's gradient to the parameters'.
+
+        Args:
+            row: The row.
+            counts: Of the whole step; default: the row's own.
+
+        Returns:
+            Its loss is the row's part of the step's, not scaled.
+        """
+        output = self.forward(row, self.denominator(row.step if counts is None else counts))
+        (output.loss if self.gradient_scale == 1.0 else output.loss * self.gradient_scale).backward()
         return output
 
 
@@ -129,9 +148,9 @@ class Sums:
         scalars = torch.stack([sums[name].double() for name in SUM_NAMES])
         self.vector += torch.cat([scalars, sums["positions_by_offset"].double(), sums["correct_by_offset"].double()])
 
-    def read(self) -> dict[str, Any]:
-        """The sums as numbers and lists, by name."""
-        values = self.vector.tolist()
+    def read(self, gather: Callable[[Any], list[Any]] = lambda value: [value]) -> dict[str, Any]:
+        """The sums over all replicas as numbers and lists, by name; with ``gather`` all call it together."""
+        values = [math.fsum(numbers) for numbers in zip(*gather(self.vector.tolist()), strict=True)]
         first = len(SUM_NAMES)
         return dict(zip(SUM_NAMES, values[:first], strict=True)) | {
             "positions_by_offset": values[first : first + self.block_size],

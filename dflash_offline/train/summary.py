@@ -18,7 +18,15 @@ logger = logging.getLogger(__name__)
 
 
 def start_entry(
-    plan: RunPlan, device: torch.device, *, step: int, epochs: int, resumed_from: str | None, host_memory: int
+    plan: RunPlan,
+    device: torch.device,
+    *,
+    step: int,
+    epochs: int,
+    resumed_from: str | None,
+    host_memory: int,
+    replicas: int = 1,
+    compiled: dict[str, Any] | None = None,
 ) -> StartEntry:
     """The entry of a start, also told to the log of the program."""
     import torch
@@ -28,8 +36,9 @@ def start_entry(
     rows = int(order.rows_of_epochs(1)[0])
     token_fill, slot_fill = order.fill(rows)
     logger.info(
-        "training on %s: %s parameters, %s samples and %d rows an epoch (tokens %.0f %% full, blocks %.0f %%), "
+        "training on %s%s: %s parameters, %s samples and %d rows an epoch (tokens %.0f %% full, blocks %.0f %%), "
         "%d lanes, %d steps; shards take up to %.2f GB of host memory",
+        f"{replicas} x " if replicas > 1 else "",
         device,
         f"{plan.shape.num_parameters:,}",
         f"{len(order.index):,}",
@@ -67,6 +76,8 @@ def start_entry(
             "device": name,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
+            "replicas": replicas,
+            "compiled": compiled,
         },
     )
 

@@ -159,7 +159,8 @@ def test_documents_longer_than_a_row_are_refused_before_training(small_cache, tm
         ({"drafter": {"mask_token_id": 1}}, "mask token 1 is"),
         ({"drafter": {"mask_token_id": 99}}, "outside the target's embedding"),
         ({"drafter": {"target_layer_ids": [0]}}, r"drafter\.target_layer_ids"),
-        ({"training": {"gpus": "0,1"}}, "one GPU"),
+        ({"training": {"gpus": "0,1"}}, "has 0 CUDA devices"),
+        ({"training": {"gpus": "0", "cpu_replicas": 2}}, "both set"),
         ({"drafter": {"init_from": "nowhere"}}, r"drafter\.init_from"),
     ],
 )
