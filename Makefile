@@ -27,6 +27,7 @@ test-long: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	$(BIN)/python -m dflash_offline.schemas --check
+	$(BIN)/mypy
 
 schemas: $(VENV)/.installed
 	$(BIN)/python -m dflash_offline.schemas

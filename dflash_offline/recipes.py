@@ -217,7 +217,7 @@ def train_text(facts: RecipeFacts, gpus: int) -> str:
     from dflash_offline.drafter.shape import shape_from_target
 
     sizes = drafter_sizes(facts.config)
-    drafter = DrafterConfig(num_layers=LAYERS, block_size=BLOCK, **sizes)
+    drafter = DrafterConfig.model_validate({"num_layers": LAYERS, "block_size": BLOCK, **sizes})
     vocab = int(facts.config["vocab_size"])
     mask = facts.mask_token if facts.mask_token is not None else vocab - 1
     shape = shape_from_target(drafter, facts.config, facts.layer_ids, mask)

@@ -246,7 +246,7 @@ def _known(model_type: str | None) -> bool:
 
 def modules_needed(extract: ExtractRecipe | None, train: TrainRecipe | None, target: Target | None) -> dict[str, str]:
     """Modules that only this recipe's path needs, and for what."""
-    needed = {}
+    needed: dict[str, str] = {}
     if extract and target:
         if target.gguf:
             needed |= {"gguf": "targets in GGUF files", "accelerate": "targets in GGUF files"}

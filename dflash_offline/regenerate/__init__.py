@@ -10,7 +10,21 @@
 Importing this package imports neither torch nor an HTTP client.
 """
 
-from dflash_offline.regenerate.run import regenerate
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from dflash_offline.regenerate.settings import AnswerSettings, FetchSettings
 
+if TYPE_CHECKING:
+    from dflash_offline.regenerate.run import regenerate
+
 __all__ = ["AnswerSettings", "FetchSettings", "regenerate"]
+
+
+def __getattr__(name: str) -> Any:  # the command line imports this package for --help: nothing heavy with it
+    if name != "regenerate":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dflash_offline.regenerate.run import regenerate
+
+    return regenerate
