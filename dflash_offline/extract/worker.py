@@ -103,7 +103,9 @@ def serve(start: Message, jobs: queue.SimpleQueue[int | None], stop: threading.E
         target.release_unused()
         placed = f"{spread} x " if spread > 1 else ""
         name = placed + torch.cuda.get_device_name(0) if device != "cpu" else f"{torch.get_num_threads()} threads"
-        about = {"device": name, "worker": start["worker"], "versions": library_versions()}
+        part = "part {}/{}, worker ".format(*start["partition"]) if start["partition"] else ""
+        worker = f"{part}{start['worker']}" if part else start["worker"]
+        about = {"device": name, "worker": worker, "versions": library_versions()}
         runner = ShardRunner(cache, target, recipe.run.batch_tokens, tell, about)
         tell("ready", device=f"{device} ({name})", seconds=time.monotonic() - began)
         try:

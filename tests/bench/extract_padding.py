@@ -3,8 +3,8 @@
     python tests/bench/extract_padding.py --out docs/benchmarks/padding_waste.json
 
 ``smollm2_gsm8k``: the token lengths of its 7,473 conversations. ``lognormal``: 1.1 million lengths, mean 900, sigma
-0.8, at most 4,096. Shards and passes of 16,384 tokens, one sample in a hundred held out. Beside each figure: how many shards
-and passes, the share of a pass that is filled, the distinct padded lengths, and the seconds of the planning.
+0.8, at most 4,096. Shards and passes of 16,384 tokens, one sample in a hundred held out. Beside each figure: how many
+shards and passes, the share of a pass that is filled, the distinct padded lengths, and the seconds of the planning.
 """
 
 from __future__ import annotations

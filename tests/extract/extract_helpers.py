@@ -94,11 +94,11 @@ def receipts_on_disk(cache: Path) -> int:
 
 
 def fingerprint(cache: Path) -> dict[str, str]:
-    """sha256 of every file of a cache, receipts without their ``run`` section; locks left out."""
+    """sha256 of every file of a cache, receipts without their ``run`` section; locks and logs left out."""
     found = {}
     for file in sorted(cache.rglob("*")):
         name = str(file.relative_to(cache))
-        if not file.is_file() or name.startswith("locks/") or name in ("manifest.json",):
+        if not file.is_file() or name.startswith(("locks/", "logs/")) or name in ("manifest.json",):
             continue
         data = file.read_bytes()
         if name.startswith("receipts/"):

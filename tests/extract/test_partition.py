@@ -7,6 +7,7 @@ import pytest
 from dflash_offline.cache import CacheLock, LockHeld, SetAside, State
 from dflash_offline.cache.create import leftovers
 from dflash_offline.cache.lock import partition_shards
+from dflash_offline.cache.status import cache_status
 from dflash_offline.errors import UsageError
 from dflash_offline.extract import extract
 from dflash_offline.extract.job import extract_shard
@@ -26,6 +27,7 @@ def test_two_parts_at_once_leave_the_bytes_and_the_state_of_one_run(prepared, tm
     state = cache.state()
     assert cache.missing_shards() == [] and leftovers(cache.path) == []
     assert state.finished and state.set_aside == [] and state.dropped == 0
+    assert set(cache_status(cache.path)["workers"]) == {"part 1/2, worker 0", "part 2/2, worker 0"}
 
     _, alone = prepared("int8", rows="0:30", name="alone")
     target = load(recipe, alone)
@@ -35,7 +37,7 @@ def test_two_parts_at_once_leave_the_bytes_and_the_state_of_one_run(prepared, tm
     assert fingerprint(cache.path) == fingerprint(alone.path)
 
 
-def test_a_part_goes_on_where_it_stopped_and_only_with_its_own_shards(prepared, monkeypatch):
+def test_a_part_goes_on_where_it_stopped_and_only_with_its_own_shards(prepared):
     recipe, cache = prepared(rows="0:30")
     shards = list(range(cache.num_shards))
     mine, theirs = (partition_shards(shards, (part, 2)) for part in (1, 2))
