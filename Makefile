@@ -10,7 +10,7 @@ export TOKENIZERS_PARALLELISM := true
 export MALLOC_MMAP_THRESHOLD_ := 4294967296
 export MALLOC_TRIM_THRESHOLD_ := 4294967296
 
-.PHONY: demo test test-long lint schemas clean
+.PHONY: demo test test-long lint schemas docs clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m dflash_offline.demo $(DEMO)
@@ -20,7 +20,7 @@ test: $(VENV)/.installed
 	$(BIN)/python -m dflash_offline.demo --fetch-only
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(TESTS)
 
-test-long: $(VENV)/.installed
+test-long: $(VENV)/.docs
 	$(BIN)/python -m dflash_offline.demo --fetch-only
 	$(BIN)/python -m pytest -m long --timeout 7200 $(TESTS)
 
@@ -32,9 +32,18 @@ lint: $(VENV)/.installed
 schemas: $(VENV)/.installed
 	$(BIN)/python -m dflash_offline.schemas
 
+# the site in build/site
+docs: $(VENV)/.docs
+	$(BIN)/python docs/figures.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e '.[gguf,tensorboard,test,dev]'
+	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt -e '.[gguf,tensorboard,regenerate,test,dev]'
 	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check --no-deps dflash==0.1.0
 	touch $@
 
