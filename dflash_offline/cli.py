@@ -110,7 +110,10 @@ def preview(
     set: SetOption = [],  # noqa: B006
     count: Annotated[int, typer.Option(min=1, help="Samples shown.")] = 3,
 ) -> None:
-    """Show a few samples with the supervised tokens coloured, and what was dropped and why."""
+    """Show a few samples with the supervised tokens coloured, and what was dropped and why.
+
+    Example: dflash-offline preview smollm2-135m --count 5
+    """
     from rich.console import Console
 
     from dflash_offline.conversations import preview as run_preview
@@ -145,7 +148,10 @@ def export(
     out: Annotated[Path, typer.Option(help="Folder of the drafter; must not exist, or hold an earlier export.")],
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
 ) -> None:
-    """Write a drafter folder in Hugging Face layout that z-lab's dflash, SGLang and vLLM load."""
+    """Write a drafter folder in Hugging Face layout that z-lab's dflash, SGLang and vLLM load.
+
+    Example: dflash-offline export runs/first --out drafter/
+    """
     from dflash_offline.export import export_drafter
 
     if dtype not in ("bfloat16", "float32"):
@@ -273,7 +279,10 @@ def verify(
     repair: Annotated[bool, typer.Option("--repair", help="Queue damaged shards for extraction again.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Check every file of a cache against its checksum."""
+    """Check every file of a cache against its checksum.
+
+    Example: dflash-offline verify cache/ --deep
+    """
     from dflash_offline.cache.verify import verify_cache
 
     report = verify_cache(cache, deep=deep, repair=repair)

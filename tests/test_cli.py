@@ -50,6 +50,11 @@ def test_the_command_line_is_what_was_frozen():
         (["train", "smollm2-135m", "--set", "cache=no/such/cache"], 2, ["no cache at"]),
         (["export", "no/such/run", "--out", "x"], 1, ["no/such/run", "give a run folder"]),
         (["nonsense"], 2, ["No such command"]),
+        (["extrct", "smollm2-135m"], 2, ["No such command", "extract"]),
+        (["extract", "smollm2-135m", "--sett", "a=b"], 2, ["No such option", "--set"]),
+        (["doctor", "no-such-recipe"], 2, ["no recipe 'no-such-recipe'"]),
+        (["doctor", "--compare", "no/such/run"], 2, ["holds no environment.jsonl"]),
+        (["new", "./no/such/model"], 2, ["no such folder or file"]),
     ],
 )
 def test_wrong_use_gets_a_clear_message_and_status(arguments, status, words, tmp_path):
@@ -59,6 +64,22 @@ def test_wrong_use_gets_a_clear_message_and_status(arguments, status, words, tmp
     assert "Traceback" not in done.stderr
     for word in words:
         assert word in message
+
+
+def test_every_verb_teaches_with_an_example_that_its_own_options_allow():
+    from dflash_offline.cli import app
+
+    for name, command in typer.main.get_command(app).commands.items():
+        assert f"Example: dflash-offline {name}" in (command.help or ""), name
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        used = {word for word in command.help.split("Example:")[1].split() if word.startswith("--")}
+        assert used <= known, name
+
+
+def test_output_that_is_no_terminal_has_no_colours(tmp_path):
+    for arguments in (["--help"], ["doctor"], ["nonsense"]):
+        done = run(*arguments, cwd=tmp_path)
+        assert "\x1b" not in done.stdout + done.stderr
 
 
 def test_debug_shows_the_traceback(tmp_path):
