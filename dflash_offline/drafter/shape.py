@@ -66,6 +66,24 @@ class DrafterShape:
         layer = attention + 3 * h * self.intermediate_size + 2 * h
         return self.context_size * h + 2 * h + self.num_layers * layer
 
+    def training_flops(self, blocks: float, tokens: float) -> float:
+        """Floating-point operations of the matrix products of a training step, without attention's own.
+
+        Draft layers count three times their forward pass; the frozen head forward and for its input, at B - 1
+        positions a block; for context tokens ``fc`` twice (its input takes no gradient), keys and values three times.
+        The public Qwen3.6-27B drafter: 0.230 TFLOP a block and 0.84 per 1,000 context tokens.
+
+        Args:
+            blocks: draft blocks.
+            tokens: context tokens.
+        """
+        h, d = self.hidden_size, self.head_dim
+        keys_values = 2 * h * self.num_kv_heads * d
+        layer = 2 * h * self.num_heads * d + keys_values + 3 * h * self.intermediate_size
+        block = 6 * self.num_layers * layer * self.block_size + 4 * h * self.vocab_size * (self.block_size - 1)
+        token = 4 * self.context_size * h + 6 * self.num_layers * keys_values
+        return blocks * block + tokens * token
+
     def to_hf_config(self) -> dict[str, Any]:
         """The exported ``config.json`` (without ``dtype``, which the writer of the tensors adds).
 

@@ -64,6 +64,7 @@ from dflash_offline.train.metrics import (
 )
 from dflash_offline.train.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
 from dflash_offline.train.planned import plan_steps
+from dflash_offline.train.rate import matrix_rate
 from dflash_offline.train.replicas import Place, Replicas
 from dflash_offline.train.run_folder import RunFolder
 from dflash_offline.train.setup import (
@@ -262,6 +263,7 @@ class _Run:
         self.feed = feed(self.settings.seed, recipe.rows.anchors_per_document)
         if warm is not None:  # before gradients have hooks
             self.counters = prove_warm(self.step, self.feed.made_up_row(), Path(warm))
+        self.matrix_rate = matrix_rate(device)
         self.step.replicate(replicas.wrap(self.model), replicas.world)
         self.heldout_plan = plan.heldout.plan(shard_of, replicas.rank, replicas.world)
         self.heldout_feed = feed(EVALUATION_SEED, plan.heldout.anchors_per_document) if plan.heldout.rows else None
@@ -389,6 +391,9 @@ class _Run:
         epoch = self.plan.schedule.cursor(done - 1)[0]
         memory = max(self.replicas.gather(memory))
         entry = self.interval.entry(done, epoch, self.totals, self.plan.layout, memory)
+        done_flops = self.plan.shape.training_flops(entry.run["blocks_per_second"], entry.run["tokens_per_second"])
+        entry.run["tflops"] = round(done_flops / 1e12, 4)
+        entry.run["matrix_share"] = round(done_flops / 1e12 / (self.matrix_rate * self.replicas.world), 4)
         self._write(entry)
         self.totals = self.interval.add_to(self.totals)
         self.interval.reset()
@@ -455,6 +460,7 @@ class _Run:
             host_memory=self.memory.most,
             replicas=self.replicas.world,
             compiled=self.counters,
+            matrix_rate=self.matrix_rate,
         )
 
     def _finish(self, began: float) -> dict[str, Any]:

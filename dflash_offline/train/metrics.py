@@ -78,7 +78,8 @@ class StepEntry(Entry):
     slot_fill: float
     run: dict[str, Any] = Field(
         default_factory=dict,
-        description="seconds, tokens_per_second, blocks_per_second, waiting_share, memory (bytes reserved).",
+        description="seconds, tokens_per_second, blocks_per_second, tflops (of matrix products), matrix_share (of the "
+        "devices' measured rate), waiting_share, memory (bytes reserved); the worst replica's of the last two.",
     )
 
 

@@ -27,6 +27,7 @@ def start_entry(
     host_memory: int,
     replicas: int = 1,
     compiled: dict[str, Any] | None = None,
+    matrix_rate: float = 0.0,
 ) -> StartEntry:
     """The entry of a start, also told to the log of the program."""
     import torch
@@ -78,6 +79,7 @@ def start_entry(
             "threads": torch.get_num_threads(),
             "replicas": replicas,
             "compiled": compiled,
+            "matrix_tflops": round(matrix_rate, 4),
         },
     )
 
@@ -88,7 +90,8 @@ def progress_text(entry: StepEntry, evaluated: EvaluateEntry | None) -> str:
     text = (
         f"loss {entry.loss:.3f} · accuracy {entry.accuracy:.3f} · expected acceptance length "
         f"{entry.expected_acceptance_length:.2f} · {run['tokens_per_second']:,.0f} tokens/s · "
-        f"{run['blocks_per_second']:,.0f} blocks/s · waiting {100 * run['waiting_share']:.1f} % · "
+        f"{run['blocks_per_second']:,.0f} blocks/s · {run['tflops']:,.3g} TFLOP/s "
+        f"({100 * run['matrix_share']:.0f} %) · waiting {100 * run['waiting_share']:.1f} % · "
         f"{run['memory'] / 1e9:.1f} GB"
     )
     if evaluated is not None:

@@ -161,3 +161,10 @@ def test_layers_outside_the_cache_and_other_folders_are_refused() -> None:
 def test_shapes_and_anchors_need_no_torch() -> None:
     code = "import sys, dflash_offline.drafter.shape, dflash_offline.drafter.anchors; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_arithmetic_of_the_27b_drafter_is_what_was_worked_out_by_hand() -> None:
+    shape = qwen36_drafter()
+    assert shape.training_flops(1, 0) / 1e12 == pytest.approx(0.230, abs=5e-4)
+    assert shape.training_flops(0, 1000) / 1e12 == pytest.approx(0.84, abs=2e-3)
+    assert shape.training_flops(512, 4096) / 1e12 == pytest.approx(122, rel=0.01)

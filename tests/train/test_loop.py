@@ -72,6 +72,10 @@ def test_entries_carry_rates_and_fills(finished):
     run, _, _ = finished
     start, step = of(run, StartEntry)[0], of(run, StepEntry)[0]
     assert start.host_memory > 0 and start.heldout_documents > 0 and 0.5 < start.token_fill <= 1
+    assert 0 < step.run["matrix_share"] < 2 and start.run["matrix_tflops"] > 0
+    assert step.run["tflops"] == pytest.approx(
+        step.run["matrix_share"] * start.run["matrix_tflops"], rel=0.02, abs=1e-3
+    )
     assert {"tokens_per_second", "blocks_per_second", "waiting_share", "memory", "seconds"} <= step.run.keys()
     assert 0 < step.anchors_per_token < 1 and 0 < step.slot_fill <= 1 and 0 < step.token_fill <= 1
     assert of(run, EndEntry)[0].summary["steps"] == start.total_steps
