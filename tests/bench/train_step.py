@@ -11,6 +11,7 @@ A step is forward, loss, backward, clipping and AdamW, on random states and toke
   the rate of an 8192 x 8192 x 8192 product measured in the same run.
 - ``wide``: ours at 40,000 tokens and 2,048 blocks in one row, 72,768 keys.
 - ``lengths``: documents of real lengths, 512 anchors each at most: ours packed, SpecForge's in padded batches of 4.
+  Both sides: the same documents on the device beforehand, one pass to compile, one timed pass.
 - ``flat``: 500 steps of ``step``, and the change of reserved memory over them.
 
 Each side of each part runs in a process of its own, one after the other, on the same GPU.
@@ -19,7 +20,6 @@ Each side of each part runs in a process of its own, one after the other, on the
 from __future__ import annotations
 
 import argparse
-import gzip
 import itertools
 import json
 import subprocess
@@ -305,15 +305,8 @@ def ours_lengths(which: str, shape: Shape, options: argparse.Namespace, device: 
     per_row = [[documents[int(d)] for d in packed.order[packed.row == r]] for r in range(int(packed.rows[0]))]
     side = Ours(shape, options, device)
     rows = side.rows(per_row, tokens, slots, options.lengths_anchors, draws=1)
-    for i in range(options.warmup):
-        side(rows[i % len(rows)])
-    synchronize(device)
-    before = counters()
-    began = time.perf_counter()
-    for row in rows:
-        side(row)
-    synchronize(device)
-    seconds = time.perf_counter() - began
+    first, timed = time_passes(side, rows, device)
+    seconds = timed["seconds"]
     real, total = int(lengths.sum()), int(blocks.sum())
     return {
         "seconds": seconds,
@@ -324,7 +317,9 @@ def ours_lengths(which: str, shape: Shape, options: argparse.Namespace, device: 
         "rows": len(rows),
         "token_fill": real / (len(rows) * tokens),
         "slot_fill": total / (len(rows) * slots),
-        "compiled_while_timed": counters()["graphs"] - before["graphs"],
+        "first_pass_s": first["seconds"],
+        "compiled_in_first_pass": first["compiled"],
+        "compiled_while_timed": timed["compiled"],
     }
 
 
@@ -336,15 +331,40 @@ def draw_lengths(which: str, shape: Shape, options: argparse.Namespace) -> list[
         drawn = random.lognormal(np.log(shape.mean_length) - sigma**2 / 2, sigma, options.samples)
         lengths = np.clip(drawn.astype(int), 16, shape.max_length)
         return [(int(length), max(2, int(0.7 * length))) for length in lengths]
-    with gzip.open(options.data, "rt") as file:
-        rows = [json.loads(line)["messages"] for line in file]
-    chosen = random.choice(len(rows), options.samples, replace=False)
-    documents = []
-    for index in chosen:  # about 3.3 characters a token there, and 33 tokens of template
-        prompt, answer = (len(message["content"]) / 3.3 for message in rows[int(index)])
-        length = min(int(prompt + answer + 33), shape.max_length, 448)
-        documents.append((length, max(2, min(int(answer), length - 8))))
-    return documents
+    lengths, supervised = tokenised_lengths(options.data, min(shape.max_length, 448))
+    chosen = random.choice(len(lengths), min(options.samples, len(lengths)), replace=False)
+    return [(int(lengths[index]), int(supervised[index])) for index in chosen]
+
+
+def tokenised_lengths(data: Path, max_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and supervised tokens of every conversation of a file, tokenised and cut as ``prepare`` does it."""
+    from transformers import AutoTokenizer
+
+    from dflash_offline.config import DataConfig
+    from dflash_offline.conversations import build_corpus
+
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "data" / "smollm2_tokenizer")
+    with tempfile.TemporaryDirectory() as scratch:
+        settings = DataConfig(source=str(data), max_length=max_length, max_skipped_share=1.0)
+        corpus = build_corpus(settings, tokenizer, scratch=Path(scratch), workers=1)
+        return np.array(corpus.lengths), np.array(corpus.supervised)
+
+
+def time_passes(step: Any, batches: list[Any], device: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two passes over the same batches, all on the device beforehand: the first to compile, the second is timed.
+
+    The same for both sides: nothing waits for the device but the end of a pass.
+    """
+    passes = []
+    for _ in range(2):
+        before = counters()
+        synchronize(device)
+        began = time.perf_counter()
+        for batch in batches:
+            step(batch)
+        synchronize(device)
+        passes.append({"seconds": time.perf_counter() - began, "compiled": counters()["graphs"] - before["graphs"]})
+    return passes[0], passes[1]
 
 
 # ---- SpecForge's side -----------------------------------------------------------------------------------------------
@@ -395,6 +415,7 @@ class SpecForge:
             loss_decay_gamma=7.0,
         )
         self.drafter = drafter
+        self.states: Any = None
         self.optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-4, weight_decay=0.0, fused=device.type == "cuda")
 
     def batch(self, documents: list[tuple[int, int]]) -> tuple[Any, Any, Any]:
@@ -406,7 +427,10 @@ class SpecForge:
         input_ids = torch.randint(
             0, self.shape.vocab, (len(documents), longest), generator=generator, device=self.device
         )
-        states = random_states(len(documents) * longest, self.shape, self.device, self.dtype)
+        needed = len(documents) * longest
+        if self.states is None or len(self.states) < needed:  # one memory for all batches, as our side has
+            self.states = random_states(needed, self.shape, self.device, self.dtype)
+        states = self.states[:needed]
         mask = torch.zeros(len(documents), longest, device=self.device)
         for row, (length, supervised) in enumerate(documents):
             mask[row, length - supervised : length] = 1
@@ -442,32 +466,21 @@ def specforge(part: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def specforge_lengths(which: str, shape: Shape, options: argparse.Namespace, device: Any) -> dict[str, Any]:
-    """SpecForge's side of real lengths: padded batches of 4; its compilations are timed apart in a first pass."""
+    """SpecForge's side of real lengths: padded batches of 4."""
     documents = draw_lengths(which, shape, options)
     blocks = sum(min(options.lengths_anchors, supervised - 1) for _, supervised in documents)
     side = SpecForge(shape, options.lengths_anchors, device)
     groups = [documents[i : i + 4] for i in range(0, len(documents), 4)]
-    passes = []
-    for _ in range(2):
-        before = counters()
-        seconds = 0.0
-        for group in groups:
-            batch = side.batch(group)
-            synchronize(device)
-            began = time.perf_counter()
-            side(batch)
-            synchronize(device)
-            seconds += time.perf_counter() - began
-        passes.append((seconds, counters()["graphs"] - before["graphs"]))
-    seconds = passes[1][0]
+    first, timed = time_passes(side, [side.batch(group) for group in groups], device)
+    seconds = timed["seconds"]
     return {
         "seconds": seconds,
         "samples_per_s": len(documents) / seconds,
         "tokens_per_s": sum(length for length, _ in documents) / seconds,
         "blocks_per_s": blocks / seconds,
-        "first_pass_s": passes[0][0],
-        "compiled_in_first_pass": passes[0][1],
-        "compiled_while_timed": passes[1][1],
+        "first_pass_s": first["seconds"],
+        "compiled_in_first_pass": first["compiled"],
+        "compiled_while_timed": timed["compiled"],
         "distinct_lengths": len({max(length for length, _ in group) for group in groups}),
         **counters(),
     }
