@@ -33,7 +33,7 @@ def kill_somewhere(run: Run, cache: Path, chance: random.Random) -> bool:
     """Kill a worker (three times in four) or the supervisor at a random moment; whether there was one to kill."""
     before = receipts_on_disk(cache)
     if chance.random() < 0.5:
-        run.wait_for(lambda: receipts_on_disk(cache) > before)
+        run.wait_for(lambda: receipts_on_disk(cache) > before, timeout=1200)  # pytest's own limit ends it earlier
         time.sleep(chance.uniform(0, 0.1))
     else:
         time.sleep(chance.uniform(0, 3))
