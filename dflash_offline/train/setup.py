@@ -74,10 +74,13 @@ def choose_device(recipe: TrainRecipe, place: Place = Place()) -> torch.device:
     """
     import torch
 
-    settings = recipe.training
+    settings, one_of_many = recipe.training, "RANK" in os.environ
+    if one_of_many:  # counting through the driver would fix the visible GPUs before this replica's is chosen
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if settings.cpu_replicas is not None or (settings.gpus is None and not torch.cuda.is_available()):
         return torch.device("cpu")
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "").count(",") == 0 and "RANK" in os.environ:
+    visible = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part.strip()]
+    if one_of_many and len(visible) == 1:
         return torch.device("cuda:0")  # the launcher, or whoever started this process, has chosen
     numbers = parse_gpus(settings.gpus) if settings.gpus is not None else list(range(torch.cuda.device_count()))
     if place.local_rank >= len(numbers) or numbers[place.local_rank] >= torch.cuda.device_count():
@@ -85,8 +88,7 @@ def choose_device(recipe: TrainRecipe, place: Place = Place()) -> torch.device:
             f"training.gpus = {settings.gpus!r}: replica {place.local_rank} of this host finds no GPU among "
             f"{torch.cuda.device_count()}; leave it out to train on the CPU"
         )
-    if place.world > 1:
-        visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+    if one_of_many:
         number = numbers[place.local_rank]
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[number] if number < len(visible) else str(number)
         return torch.device("cuda:0")

@@ -14,11 +14,13 @@ import time
 
 import pytest
 
-from dflash_offline.errors import DFlashOfflineError, Interrupted
+from dflash_offline.errors import DFlashOfflineError, Interrupted, UsageError
 from dflash_offline.train import launch as launch_module
 from dflash_offline.train import read_run_log, train
 from dflash_offline.train.checkpoint import open_checkpoint
 from dflash_offline.train.metrics import EvaluateEntry, StartEntry, StepEntry
+from dflash_offline.train.replicas import Place
+from dflash_offline.train.setup import choose_device
 from tests.train.made_up import make_cache, make_recipe
 
 TRAINING = {"epochs": 2, "log_every": 1, "evaluate_every": 6, "checkpoint_every": 4}
@@ -239,3 +241,36 @@ def test_torchrun_on_two_nodes_of_one_process(alone, small_cache, tmp_path):
     assert [node.returncode for node in nodes] == [0, 0], said
     assert json.loads(said[0][0])["steps"] > 0 and not said[1][0].strip()  # replica 0 answers
     same_curve(tmp_path / "run", run)
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "local_rank", "expected"),
+    [
+        ("", None, 2, "2"),
+        ("4,5,6,7", None, 1, "5"),
+        ("4,5,6,7", "2-3", 1, "7"),
+        ("6", None, 0, "6"),
+        ("", "5-7", 1, "6"),
+    ],
+)
+def test_each_process_of_another_launcher_sees_one_gpu(tmp_path, monkeypatch, visible, gpus, local_rank, expected):
+    count = len(visible.split(",")) if visible else 8
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
+    monkeypatch.setenv("RANK", str(local_rank))
+    recipe = make_recipe(tmp_path, tmp_path / "run", training={"gpus": gpus})
+    device = choose_device(recipe, Place(local_rank, 4, local_rank, 4))
+    assert str(device) == "cuda:0" and os.environ["CUDA_VISIBLE_DEVICES"] == expected
+
+
+def test_our_launcher_gives_each_replica_one_of_the_visible_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    found = launch_module.replica_environments(make_recipe(tmp_path, tmp_path / "run", training={"gpus": "1-3"}))
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["5", "6", "7"]
+    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in found] == [(r, r, "3") for r in "012"]
+    with pytest.raises(UsageError, match="has 4 CUDA devices"):
+        launch_module.replica_environments(make_recipe(tmp_path, tmp_path / "run", training={"gpus": "3-5"}))
