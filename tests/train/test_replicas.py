@@ -11,9 +11,11 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from dflash_offline.cache.lock import lock_holders
 from dflash_offline.errors import DFlashOfflineError, Interrupted, UsageError
 from dflash_offline.train import launch as launch_module
 from dflash_offline.train import read_run_log, train
@@ -167,6 +169,46 @@ def test_a_killed_replica_ends_the_others_at_once(small_cache, tmp_path):
     with pytest.raises(DFlashOfflineError, match=r"replica 1 \(process \d+\) died: killed by signal SIGKILL"):
         train(recipe, progress=False)
     assert len(victims) == 2 and not any(child.is_alive() for child in victims)
+
+
+def launch_and_tell(recipe, told):
+    """A launcher in a process of its own, which tells the process ids of its replicas."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+    def tell():
+        wait_for_steps(Path(recipe.run), 2)
+        told.put([child.pid for child in multiprocessing.active_children()])
+
+    threading.Thread(target=tell, daemon=True).start()
+    train(recipe, progress=False)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_replicas_end_when_their_launcher_is_killed_and_the_run_goes_on(small_cache, tmp_path):
+    recipe = make_recipe(small_cache, tmp_path / "run", training={**LONG, "cpu_replicas": 2, "checkpoint_every": 1})
+    context = multiprocessing.get_context("forkserver")
+    told = context.Queue()
+    launcher = context.Process(target=launch_and_tell, args=(recipe, told))
+    launcher.start()
+    replicas = told.get(timeout=200)
+    assert len(replicas) == 2
+    launcher.kill()
+    launcher.join()
+    limit = time.monotonic() + 60
+    while any(alive(pid) for pid in replicas) or lock_holders(tmp_path / "run"):  # threads end after their leader
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(Interrupted):
+        train(recipe, progress=False, stop_event=stop)
+    assert entries(tmp_path / "run", StartEntry)[-1].step >= 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
