@@ -326,7 +326,9 @@ def main() -> None:
             raise
         typer.echo(f"error: {error}", err=True)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
+    except SystemExit as ended:  # typer ends with 128 + SIGINT
+        if ended.code != 130:
+            raise
         typer.echo("interrupted: run the same command again to go on", err=True)
         raise SystemExit(3) from None
 

@@ -85,3 +85,16 @@ def test_output_that_is_no_terminal_has_no_colours(tmp_path):
 def test_debug_shows_the_traceback(tmp_path):
     done = run("--debug", "verify", "no/such/cache", cwd=tmp_path)
     assert done.returncode != 0 and "Traceback" in done.stderr
+
+
+def test_an_interrupt_anywhere_is_said_and_exits_3(monkeypatch, capsys):
+    def interrupted(_run):
+        raise KeyboardInterrupt
+
+    from dflash_offline.cli import main
+
+    monkeypatch.setattr("dflash_offline.watch.read_status", interrupted)
+    monkeypatch.setattr(sys, "argv", ["dflash-offline", "status", "cache"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 3 and "interrupted" in capsys.readouterr().err

@@ -89,8 +89,9 @@ def extract(
             cache = prepare(recipe, progress=progress)
             lock = acquire_lock(cache, part)
         with _held(lock):
-            write_environment(cache.path / "logs", "extract")
-            signals.raise_at_once = False
+            with _interruptible("stopped before a shard was begun; run the same command again"):
+                write_environment(cache.path / "logs", "extract")
+                signals.raise_at_once = False
             rate = _extract_missing(cache, recipe, environments, device, lock, signals, progress)
     return {**summarise(cache), "seconds": time.monotonic() - began, "tokens_per_second": rate}
 

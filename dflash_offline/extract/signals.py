@@ -6,11 +6,19 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
+from dflash_offline.errors import Interrupted
+
 
 class StopSignals:
     """Context manager that counts SIGINT and SIGTERM while it is open.
 
     Python delivers signals to the main thread only; opened in another thread it counts nothing and changes nothing.
+
+    Work that ends by itself although a signal came is complete, but whoever sent the signal wants what follows to stop
+    too: leaving the context then raises.
+
+    Raises:
+        Interrupted: on leaving without another exception, after a signal.
 
     Attributes:
         count: signals so far.
@@ -38,3 +46,5 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)  # type: ignore[arg-type]
         self._before = {}
+        if self.count and kind is None:
+            raise Interrupted("this step had just ended and is complete; run the same command again to go on")

@@ -69,7 +69,8 @@ class Run:
         """Living worker processes, by the kernel's own account."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         try:
-            return [int(pid) for pid in children.read_text().split()]
+            pids = [int(pid) for pid in children.read_text().split()]
+            return [pid for pid in pids if b"dflash_offline.extract.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         except OSError:
             return []
 

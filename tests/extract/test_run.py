@@ -16,6 +16,7 @@ from dflash_offline.config import ExtractRecipe
 from dflash_offline.errors import DFlashOfflineError, UsageError
 from dflash_offline.extract import extract
 from dflash_offline.extract.job import extract_shard
+from dflash_offline.extract.supervisor import Supervisor
 from tests.extract.extract_helpers import Run, fingerprint, load, receipts_on_disk
 from tests.tiny_models import tiny_llama
 
@@ -43,7 +44,7 @@ def test_from_recipe_to_finished_cache_with_two_workers(prepared, monkeypatch):
     alone.write_state(state)
     assert fingerprint(cache.path) == fingerprint(alone.path)
 
-    monkeypatch.setattr(subprocess, "Popen", lambda *_a, **_k: pytest.fail("a finished cache started a worker"))
+    monkeypatch.setattr(Supervisor, "__init__", lambda *_a, **_k: pytest.fail("a finished cache started workers"))
     again = extract(recipe, progress=False)
     assert {**again, "seconds": 0, "tokens_per_second": 0} == {**summary, "seconds": 0, "tokens_per_second": 0}
 
