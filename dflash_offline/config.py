@@ -175,7 +175,11 @@ class TrainRunConfig(Strict):
     epochs: PositiveInt = 6
     max_steps: PositiveInt | None = None
     seed: int = 0
-    gpus: str | None = Field(None, description="GPUs, one replica each, e.g. '5-7'; default: the first, or the CPU.")
+    gpus: str | None = Field(
+        None,
+        description="GPUs, one replica each, e.g. '5-7', warmed by one process; default: the first, or the CPU, in the "
+        "process that was started.",
+    )
     cpu_replicas: PositiveInt | None = Field(None, description="Replicas on the CPU (gloo), even beside a GPU.")
     threads: PositiveInt | None = Field(None, description="CPU threads of a replica.")
     compile: bool | None = Field(None, description="Compile the drafter's layers; default: on a GPU, not on a CPU.")

@@ -60,11 +60,10 @@ def replica_environments(recipe: TrainRecipe) -> list[dict[str, str]] | None:
         import torch
 
         if settings.gpus is None:
-            if not torch.cuda.is_available():
-                return _numbered([{"CUDA_VISIBLE_DEVICES": ""}]) if settings.compile else None
-            numbers = [0]
-        else:
-            numbers = parse_gpus(settings.gpus)
+            if torch.cuda.is_available():
+                return None  # one GPU, nobody to share compiled code with
+            return _numbered([{"CUDA_VISIBLE_DEVICES": ""}]) if settings.compile else None
+        numbers = parse_gpus(settings.gpus)
         there = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if max(numbers) >= there:
             raise UsageError(

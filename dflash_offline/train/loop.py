@@ -127,9 +127,11 @@ def train_replica(
         progress: Show a progress line (replica 0).
         stop_event: Set by another thread, it ends the run as a signal does.
         lock_token: Of the launcher's lock on the run folder; without it replica 0 takes the lock.
-        warm: Compile-cache folder that a warm process has filled; None makes it where compiling is wanted.
+        warm: Compile-cache folder that a warm process has filled; None makes it where compiling is wanted, unless this
+            process trains alone and compiles for itself.
         started: Called after the first step.
     """
+    alone = Place.from_environment() is None
     place = Place.from_environment() or Place()
     device = choose_device(recipe, place)
     cache = open_trainable(recipe)
@@ -144,7 +146,7 @@ def train_replica(
             plan = plan_run(recipe, cache)
             if device.type == "cuda":
                 check_tiles(plan.layout)
-            if warm is None and wants_compile(recipe, device):
+            if warm is None and not alone and wants_compile(recipe, device):
                 if place.local_rank == 0:
                     warm = warm_folder(recipe, cache, plan, {"CUDA_VISIBLE_DEVICES": visible_devices()})
                 warm = replicas.gather(warm)[replicas.rank - place.local_rank]

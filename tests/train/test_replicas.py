@@ -316,3 +316,4 @@ def test_our_launcher_gives_each_replica_one_of_the_visible_gpus(tmp_path, monke
     assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in found] == [(r, r, "3") for r in "012"]
     with pytest.raises(UsageError, match="has 4 CUDA devices"):
         launch_module.replica_environments(make_recipe(tmp_path, tmp_path / "run", training={"gpus": "3-5"}))
+    assert launch_module.replica_environments(make_recipe(tmp_path, tmp_path / "run")) is None, "one GPU, one process"

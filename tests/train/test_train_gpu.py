@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflash_offline.train import read_run_log, train
-from dflash_offline.train.metrics import EvaluateEntry, StepEntry
+from dflash_offline.train.metrics import EvaluateEntry, StartEntry, StepEntry
 from tests.train.made_up import make_cache, make_recipe
 
 pytestmark = pytest.mark.gpu
@@ -48,3 +48,16 @@ def test_an_interrupted_run_goes_on(tmp_path):
         train(recipe, progress=False, stop_event=stop)
     summary = train(recipe, progress=False)
     assert summary["loss_last"] < summary["loss_first"]
+
+
+@pytest.mark.timeout(900)
+def test_a_replica_that_starts_from_the_warm_processs_folders_compiles_nothing(tmp_path):
+    cache = make_cache(tmp_path / "cache").path
+    train(make_recipe(cache, tmp_path / "alone"), progress=False)
+    train(make_recipe(cache, tmp_path / "launched", training={"gpus": "0"}), progress=False)
+    (start,) = of(tmp_path / "launched", StartEntry)
+    counted = start.run["compiled"]
+    assert {counted[f"{cache}_{what}"] for cache in ("fxgraph", "autograd") for what in ("misses", "bypasses")} == {0}
+    assert counted["missing_hits"] == 0 and counted["fxgraph_hits"] > 0
+    for ours, theirs in zip(of(tmp_path / "launched", StepEntry), of(tmp_path / "alone", StepEntry), strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-2)
