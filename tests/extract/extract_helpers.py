@@ -70,7 +70,8 @@ class Run:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         try:
             pids = [int(pid) for pid in children.read_text().split()]
-            return [pid for pid in pids if b"dflash_offline.extract.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            worker = b"dflash_offline.extract.worker"
+            return [pid for pid in pids if worker in Path(f"/proc/{pid}/cmdline").read_bytes()]
         except OSError:
             return []
 
