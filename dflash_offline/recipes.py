@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_offline.cache.files import remove_leftovers, write_atomic
 from dflash_offline.config import DrafterConfig, TargetConfig
 from dflash_offline.errors import DFlashOfflineError, UsageError
 
@@ -67,20 +68,29 @@ def new_recipe(target: str, out: Path | None = None, data: str | None = None, gp
     texts = {"extract.toml": "", "train.toml": ""}
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; name a folder with --out")
-    there = [file for file in texts if (folder / file).exists()]
-    if there:
-        raise UsageError(
-            f"{folder} already holds {' and '.join(there)}, which are never overwritten: choose another --out"
-        )
+    if all((folder / file).exists() for file in texts):
+        raise _already_there(folder, list(texts))
     facts = target_facts(target, name)
     recipe = shlex.quote(str(folder))
     texts["extract.toml"] = extract_text(facts, data or f"data/{name}.jsonl", gpus, recipe)
     texts["train.toml"] = train_text(facts, gpus, recipe)
+    # a half that an interrupted call wrote is what would be written now
+    others = [
+        file for file, text in texts.items() if (path := folder / file).exists() and path.read_bytes() != text.encode()
+    ]
+    if others:
+        raise _already_there(folder, others)
     folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
     for file, text in texts.items():
-        with (folder / file).open("x") as stream:
-            stream.write(text)
+        write_atomic(folder / file, text.encode())
     return folder
+
+
+def _already_there(folder: Path, files: list[str]) -> UsageError:
+    return UsageError(
+        f"{folder} already holds {' and '.join(files)}, which are never overwritten: choose another --out"
+    )
 
 
 def recipe_name(target: str) -> str:

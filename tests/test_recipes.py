@@ -138,6 +138,16 @@ def test_new_never_overwrites(tmp_path):
     assert (tmp_path / "train.toml").read_text() == "mine" and not (tmp_path / "extract.toml").exists()
 
 
+def test_new_goes_on_with_the_half_that_an_interrupted_call_wrote(tmp_path):
+    new_recipe(str(CONFIGS / "qwen3-4b"), tmp_path)
+    whole = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    (tmp_path / "train.toml").unlink()
+    new_recipe(str(CONFIGS / "qwen3-4b"), tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == whole
+    with pytest.raises(UsageError, match="never overwritten"):
+        new_recipe(str(CONFIGS / "qwen3-4b"), tmp_path)
+
+
 def test_new_refuses_what_is_no_target_and_leaves_nothing(tmp_path):
     with pytest.raises(UsageError, match="no such folder"):
         new_recipe(str(tmp_path / "absent"), tmp_path / "pair")
