@@ -16,20 +16,24 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from dflash_offline.errors import UsageError
 
+MOST_GPUS = 1024  # of one host
+PathText = Annotated[str, Field(min_length=1)]
 PositiveInt = Annotated[int, Field(gt=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Strict(BaseModel):
     """Base of every recipe model: unknown keys are errors, values are not coerced across types."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
 
 class TargetConfig(Strict):
     """The target model and which of its hidden states are kept."""
 
-    model: str = Field(description="Local folder, hub id, or a .gguf file.")
+    model: PathText = Field(description="Local folder, hub id, or a .gguf file.")
     revision: str | None = Field(None, description="Hub revision; the resolved commit is pinned in the manifest.")
     tokenizer: str | None = Field(None, description="Folder or hub id of the tokenizer, when not beside the model.")
     dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="Compute dtype of the target.")
@@ -44,7 +48,9 @@ class TargetConfig(Strict):
 class DataConfig(Strict):
     """The corpus, and how rows become token ids and a loss mask."""
 
-    source: str | list[str] = Field(description="JSONL(.gz), JSON, Parquet, save_to_disk folder, or hub dataset id.")
+    source: PathText | list[PathText] = Field(
+        description="JSONL(.gz), JSON, Parquet, save_to_disk folder, or hub dataset id."
+    )
     subset: str | None = Field(None, description="Configuration name of a hub dataset.")
     split: str = Field("train", description="Split of a hub dataset or saved DatasetDict.")
     revision: str | None = None
@@ -63,7 +69,7 @@ class DataConfig(Strict):
     min_supervised: PositiveInt = Field(2, description="Samples with fewer supervised tokens are dropped.")
     heldout_share: Share = Field(0.01, description="Share of prompts kept out of training.")
     max_skipped_share: Share = Field(0.2, description="Preparation fails when more rows than this are unusable.")
-    seed: int = 0
+    seed: Seed = 0
 
 
 class CacheConfig(Strict):
@@ -95,7 +101,7 @@ class ExtractRunConfig(Strict):
 class ExtractRecipe(Strict):
     """Stage one: everything ``prepare`` and ``extract`` read."""
 
-    cache: str = Field(description="Folder of the cache.")
+    cache: PathText = Field(description="Folder of the cache.")
     target: TargetConfig
     data: DataConfig
     layout: CacheConfig = Field(default_factory=CacheConfig)
@@ -154,7 +160,7 @@ class OptimizerConfig(Strict):
     """AdamW and its schedule."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 6e-4
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     warmup_share: Share = 0.04
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -174,7 +180,7 @@ class TrainRunConfig(Strict):
 
     epochs: PositiveInt = 6
     max_steps: PositiveInt | None = None
-    seed: int = 0
+    seed: Seed = 0
     gpus: str | None = Field(
         None,
         description="GPUs, one replica each, e.g. '5-7', warmed by one process; default: the first, or the CPU, in the "
@@ -199,8 +205,8 @@ class TrainRunConfig(Strict):
 class TrainRecipe(Strict):
     """Stage two: everything ``train`` reads."""
 
-    cache: str = Field(description="Folder of the cache.")
-    run: str = Field(description="Folder of the run; never shared.")
+    cache: PathText = Field(description="Folder of the cache.")
+    run: PathText = Field(description="Folder of the run; never shared.")
     drafter: DrafterConfig = Field(default_factory=DrafterConfig)
     rows: RowsConfig = Field(default_factory=RowsConfig)
     loss: LossConfig = Field(default_factory=LossConfig)
@@ -311,7 +317,10 @@ def parse_gpus(text: str) -> list[int]:
         first, dash, last = part.strip().partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
             raise UsageError(f"GPUs {text!r}: write numbers and ranges, e.g. 0-4 or 0,2")
-        numbers.extend(range(int(first), int(last if dash else first) + 1))
+        span = range(int(first), int(last if dash else first) + 1)
+        if span.stop > MOST_GPUS:
+            raise UsageError(f"GPUs {text!r}: numbers go up to {MOST_GPUS - 1}")
+        numbers.extend(span)
     if len(set(numbers)) != len(numbers) or not numbers:
         raise UsageError(f"GPUs {text!r}: empty, or a GPU named twice")
     return numbers

@@ -100,7 +100,7 @@ def test_gpus_are_numbers_and_ranges(text, expected):
     assert parse_gpus(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "a", "1-", "0,0", "4-2", "-1"])
+@pytest.mark.parametrize("text", ["", "a", "1-", "0,0", "4-2", "-1", "0-99999999999"])
 def test_malformed_gpus_are_refused(text):
     with pytest.raises(UsageError, match="GPU"):
         parse_gpus(text)
@@ -109,3 +109,22 @@ def test_malformed_gpus_are_refused(text):
 def test_importing_the_package_and_reading_recipes_does_not_import_torch():
     code = "import sys, dflash_offline, dflash_offline.config, dflash_offline.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "training.seed=-1",
+        "training.seed=99999999999999999999",
+        "optimizer.betas=[0.9, 1.0]",
+        "optimizer.betas=[-0.1, 0.9]",
+        "optimizer.learning_rate=inf",
+        "optimizer.weight_decay=nan",
+        "loss.gamma=inf",
+        'cache=""',
+        'run=""',
+    ],
+)
+def test_values_that_nothing_can_be_done_with_are_wrong_use(override):
+    with pytest.raises(UsageError, match=override.partition("=")[0].replace(".", r"\.")):
+        load_recipe("smollm2-135m", TrainRecipe, [override])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dflash_offline.errors import UsageError
+from dflash_offline.errors import DFlashOfflineError, UsageError
 from dflash_offline.target.load import decoder_layers, final_norm, load_causal_lm
 from dflash_offline.target.resolve import ResolvedTarget
 
@@ -152,6 +152,7 @@ def _near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _embed_scale(weight: Tensor, ids: Tensor, embedded: Tensor, config: Any) -> float:
+    _need_finite(embedded, "embeddings")
     rows = weight[ids].to(embedded.device)
     size = weight.shape[1]
     named = [getattr(config, name, None) for name in ("embedding_multiplier", "scale_emb", "embedding_scale")]
@@ -166,7 +167,16 @@ def _embed_scale(weight: Tensor, ids: Tensor, embedded: Tensor, config: Any) -> 
     )
 
 
+def _need_finite(states: Tensor, what: str) -> None:
+    if not bool(states.isfinite().all()):
+        raise DFlashOfflineError(
+            f"the target's {what} hold NaN or infinity: its weights are broken, or target.dtype ({states.dtype}) is "
+            "too narrow for it"
+        )
+
+
 def _norm_kind(norm: nn.Module, config: Any, norm_in: Tensor, norm_out: Tensor) -> tuple[float, int]:
+    _need_finite(norm_in, "last hidden states")
     found = next((getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name)), None)
     eps = float(getattr(config, "rms_norm_eps", 1e-6) if found is None else found)
     x = norm_in.float()

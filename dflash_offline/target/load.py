@@ -43,8 +43,9 @@ def load_causal_lm(
     Raises:
         UsageError: no class of this transformers version fits, the attention kernel asked for is absent, or
             ``device_map`` is given without accelerate.
-        DFlashOfflineError: the folder lacks weights of the model.
+        DFlashOfflineError: the folder lacks weights of the model, or a file of them is damaged.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -89,6 +90,11 @@ def load_causal_lm(
         ) from error
     except (ImportError, ValueError) as error:
         raise UsageError(f"target {settings.model} could not be loaded: {error}") from error
+    except SafetensorError as error:
+        raise DFlashOfflineError(
+            f"target {settings.model}: a weight file in {resolved.folder} is damaged or cut short ({error}): "
+            "fetch it again"
+        ) from error
     missing = sorted(info["missing_keys"])
     if missing:
         raise DFlashOfflineError(

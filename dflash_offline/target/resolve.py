@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from dflash_offline.cache.files import DamagedFile, read_json_object
 from dflash_offline.config import TargetConfig
 from dflash_offline.errors import UsageError
 from dflash_offline.target.gguf import GgufSource, converted_folder, is_gguf
@@ -97,7 +98,7 @@ class ResolvedTarget:
         """
         index = self.folder / "model.safetensors.index.json"
         if index.is_file():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = _indexed_files(index)
         elif (self.folder / "model.safetensors").is_file():
             names = ["model.safetensors"]
         else:
@@ -214,8 +215,15 @@ def resolve_target(cfg: TargetConfig) -> ResolvedTarget:
         nested=nested,
         commit=commit,
         gguf=source,
-        generation_config=json.loads(generation.read_text()) if generation.is_file() else {},
+        generation_config=read_json_object(generation, "fetch it again") if generation.is_file() else {},
     )
+
+
+def _indexed_files(index: Path) -> list[str]:
+    names = read_json_object(index, "fetch it again").get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise DamagedFile(f"{index} holds no weight_map: fetch it again")
+    return sorted(set(names.values()))
 
 
 def _text_config(folder: Path, cfg: TargetConfig) -> tuple[Any, bool]:

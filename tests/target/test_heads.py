@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from dflash_offline.config import TargetConfig
-from dflash_offline.errors import UsageError
+from dflash_offline.errors import DFlashOfflineError, UsageError
 from dflash_offline.target import load_target, resolve_target, write_target_folder
 from tests.tiny_models import FAMILIES, tiny_gemma3, tiny_llama
 
@@ -119,3 +119,13 @@ def test_heads_of_an_untied_target_hold_both_matrices(tmp_path):
         "lm_head.weight": (512, 64),
         "norm.weight": (64,),
     }
+
+
+@pytest.mark.parametrize("where", ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"])
+def test_weights_with_nan_are_called_that(tmp_path, where):
+    folder = tiny_llama(tmp_path / "target")
+    weights = load_file(folder / "model.safetensors")
+    weights[where].fill_(float("nan"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DFlashOfflineError, match="hold NaN or infinity: its weights are broken"):
+        load_target(TargetConfig(model=str(folder), dtype="float32"), layer_ids=[0]).heads_info()

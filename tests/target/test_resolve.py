@@ -9,8 +9,8 @@ import shutil
 import pytest
 
 from dflash_offline.config import TargetConfig
-from dflash_offline.errors import UsageError
-from dflash_offline.target import resolve_target
+from dflash_offline.errors import DFlashOfflineError, UsageError
+from dflash_offline.target import load_target, resolve_target
 from tests.tiny_models import FAMILIES, TOKENIZER_FOLDER, tiny_llama, tiny_qwen3_5
 
 
@@ -63,6 +63,17 @@ def test_all_parts_of_split_weights_count_and_none_may_lack(tiny, tmp_path):
     (tmp_path / parts[-1]).unlink()
     with pytest.raises(UsageError, match=f"weight file {parts[-1]} is missing"):
         target.identity()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("content", [b"", b"[1]", b"\xff\x00"])
+def test_damaged_files_of_a_target_are_named(tiny, tmp_path, name, content):
+    for file in tiny("llama").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DFlashOfflineError, match="damaged") as caught:
+        load_target(TargetConfig(model=str(tmp_path)), layer_ids=[0])
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_pickled_weights_are_never_read(tiny, tmp_path):
