@@ -40,6 +40,7 @@ LIBRARIES = (
 )
 # Settings that say where things lie, how fast they are made, or when to refuse: they shape nothing in the cache.
 _NOT_SHAPING = {"cache", "run"}
+FEW_HELDOUT = 10  # samples, below which figures on them say little
 
 
 def prepare(recipe: ExtractRecipe, progress: bool = True) -> Cache:
@@ -129,6 +130,13 @@ def _create(path: Path, recipe: ExtractRecipe, progress: bool) -> Cache:
         layout.num_shards,
         layout.num_heldout_shards,
     )
+    if 0 < (kept := int(heldout.sum())) < FEW_HELDOUT:
+        logger.warning(
+            "only %d of %d samples are held out: acceptance length on them says little. A cache keeps its share; "
+            "for a larger one prepare again, in another cache, with --set data.heldout_share=0.1 or more",
+            kept,
+            layout.num_samples,
+        )
     return cache
 
 

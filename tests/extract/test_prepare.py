@@ -52,6 +52,14 @@ def test_a_prepared_cache_holds_the_corpus_the_target_folder_and_where_it_came_f
         cache.tokenizer()
 
 
+def test_a_handful_of_heldout_samples_is_said_while_it_can_be_changed(own_inputs, tmp_path, caplog):
+    prepare(own_inputs(data__heldout_share=0.01), progress=False)
+    assert "only 1 of 20 samples are held out" in caplog.text and "data.heldout_share" in caplog.text
+    caplog.clear()
+    prepare(own_inputs(data__heldout_share=0.0, cache=str(tmp_path / "none")), progress=False)
+    assert "held out:" not in caplog.text
+
+
 def test_an_untouched_recipe_finds_its_cache_without_reading_anything_again(own_inputs, monkeypatch):
     recipe = own_inputs()
     made = prepare(recipe, progress=False)
