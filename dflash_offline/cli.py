@@ -9,8 +9,10 @@ import json
 import logging
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -318,6 +320,30 @@ app.command("regenerate")(regenerate_command)
 
 def main() -> None:
     """Entry point: run a verb, turn errors into one clear message and an exit status."""
+    interrupts = _note_interrupts()
+    try:
+        _run(interrupts)
+    finally:
+        if interrupts:  # one more while Python ends would take the place of the exit status
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+
+
+def _note_interrupts() -> list[int]:
+    """From here on SIGINT and SIGTERM raise KeyboardInterrupt and are noted in the list."""
+    seen: list[int] = []
+
+    def arrived(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and background jobs stay as they are
+            signal.signal(number, arrived)
+    return seen
+
+
+def _run(interrupts: list[int]) -> None:
     debug = "--debug" in sys.argv
     try:
         app(standalone_mode=True)
@@ -334,8 +360,9 @@ def main() -> None:
             raise
         typer.echo(f"error: {error}{full_disk_advice(error)}", err=True)
         raise SystemExit(1) from None
-    except SystemExit as ended:  # typer ends with 128 + SIGINT
-        if ended.code != 130:
+    except (SystemExit, KeyboardInterrupt) as ended:  # typer ends with 128 + SIGINT
+        # an interrupt that meets a finaliser is swallowed by Python: the work ends, and what follows must not begin
+        if isinstance(ended, SystemExit) and ended.code != 130 and not (interrupts and ended.code in (None, 0)):
             raise
         typer.echo("interrupted: run the same command again to go on", err=True)
         raise SystemExit(3) from None

@@ -62,6 +62,8 @@ def new_recipe(target: str, out: Path | None = None, data: str | None = None, gp
     Raises:
         UsageError: the target is none, or the folder already holds a recipe.
     """
+    if not target:
+        raise UsageError("name a target: a folder, hub id or .gguf file")
     if gpus < 0:
         raise UsageError(f"--gpus {gpus}: a number of GPUs, 0 for the CPU")
     name = recipe_name(target)

@@ -48,7 +48,7 @@ def watch(
     from rich.console import Console
     from rich.live import Live
 
-    if interval <= 0:
+    if not 0 < interval < 1e6:
         raise UsageError(f"--interval {interval:g}: give seconds above 0")
     console = console or Console()
     read = read_status(path)
@@ -83,13 +83,20 @@ def show(path: Path, console: Console | None = None, clock: Callable[[], float] 
 
 
 def read_status(path: Path) -> Callable[[float], dict[str, Any]]:
-    """How to read the status of this folder at a time (unix seconds)."""
+    """How to read the status of this folder at a time (unix seconds).
+
+    Raises:
+        UsageError: there is something else than a cache or a run.
+    """
     if (path / "recipe.json").is_file():
         from dflash_offline.train.run_folder import run_status
 
         return lambda _now: run_status(path)
+    from dflash_offline.cache.manifest import MANIFEST, PREPARING
     from dflash_offline.cache.status import cache_status
 
+    if path.exists() and not ((path / MANIFEST).exists() or (path / PREPARING).exists()):
+        raise UsageError(f"{path} is neither a cache (no {MANIFEST}) nor the folder of a run (no recipe.json)")
     return lambda now: cache_status(path, now)
 
 

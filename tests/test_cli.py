@@ -98,3 +98,35 @@ def test_an_interrupt_anywhere_is_said_and_exits_3(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 3 and "interrupted" in capsys.readouterr().err
+
+
+INTERRUPTED = """
+import atexit, os, signal, sys
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+from dflash_offline import cli
+
+def stop():
+    os.kill(os.getpid(), signal.{signal})
+
+class Late:
+    def __del__(self):
+        stop()
+
+@cli.app.command()
+def work():
+    {body}
+
+sys.argv[1:] = ["work"]
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("body", ["stop()", "Late()", "atexit.register(stop); stop()"])
+def test_every_interrupt_ends_with_3(name, body):
+    """In the middle of work; in a finaliser, where Python swallows it; and once more while Python ends."""
+    code = INTERRUPTED.format(signal=name, body=body)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (3, ""), done.stderr
+    assert "interrupted: run the same command again to go on" in done.stderr

@@ -150,6 +150,11 @@ def test_new_never_overwrites(tmp_path):
     assert (tmp_path / "train.toml").read_text() == "mine" and not (tmp_path / "extract.toml").exists()
 
 
+def test_new_without_a_name_is_wrong_use(tmp_path):
+    with pytest.raises(UsageError, match="name a target"):
+        new_recipe("", tmp_path)
+
+
 def test_new_goes_on_with_the_half_that_an_interrupted_call_wrote(tmp_path):
     new_recipe(str(CONFIGS / "qwen3-4b"), tmp_path)
     whole = {file.name: file.read_bytes() for file in tmp_path.iterdir()}

@@ -9,8 +9,10 @@ import pytest
 from rich.console import Console
 
 from dflash_offline.errors import UsageError
+from dflash_offline.report import write_report
+from dflash_offline.report.run_data import RunData
 from dflash_offline.train import train
-from dflash_offline.watch import show, stage_of, watch
+from dflash_offline.watch import read_status, show, stage_of, watch
 from tests.train.made_up import make_cache, make_recipe
 
 
@@ -129,9 +131,10 @@ def test_on_a_terminal_the_view_is_redrawn_with_a_bar_and_the_workers(run, tmp_p
 
 
 def test_wrong_use(tmp_path):
-    with pytest.raises(UsageError, match="above 0"):
-        watch(tmp_path, interval=0)
-    with pytest.raises(UsageError, match="not a cache"):
+    for interval in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(UsageError, match="above 0"):
+            watch(tmp_path, interval=interval)
+    with pytest.raises(UsageError, match="neither a cache"):
         watch(tmp_path, console=Console(file=io.StringIO()))
 
 
@@ -147,3 +150,14 @@ def test_status_says_everything_once_for_people(run):
     status = show(cache, console=console, clock=Clock())
     assert f"{status['target']}, layers" in console.file.getvalue()
     assert "times smaller than bf16" in console.file.getvalue()
+
+
+def test_what_is_neither_a_cache_nor_a_run_is_called_that(tmp_path):
+    (tmp_path / "file").write_text("x")
+    for path in (tmp_path, tmp_path / "file"):
+        with pytest.raises(UsageError, match="neither a cache"):
+            read_status(path)
+    with pytest.raises(UsageError, match="name the folder of a run"):
+        RunData.read(tmp_path / "file")
+    with pytest.raises(UsageError, match="is a folder: name the HTML file"):
+        write_report(tmp_path, out=tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_offline.cache.files import read_json_object
-from dflash_offline.errors import DFlashOfflineError
+from dflash_offline.errors import DFlashOfflineError, UsageError
 from dflash_offline.train.metrics import EndEntry, EvaluateEntry, StartEntry, StepEntry, read_run_log
 from dflash_offline.train.run_folder import read_run_recipe, run_status
 
@@ -50,8 +50,11 @@ class RunData:
         """Read a run folder.
 
         Raises:
+            UsageError: it is a file.
             DFlashOfflineError: it holds no run log, or the evaluation is not JSON.
         """
+        if path.exists() and not path.is_dir():
+            raise UsageError(f"{path} is a file: name the folder of a run")
         entries = read_run_log(path)
         recipe = _recipe(path)
         file = evaluation or path / EVALUATION

@@ -139,7 +139,7 @@ def open_checkpoint(path: Path, deep: bool = True) -> Checkpoint:
     Raises:
         DFlashOfflineError: there is none, or it is damaged.
     """
-    if (path / STATE).is_file():
+    if (path / STATE).is_file() and (path / CONFIG).is_file():  # a cache has a state.json too
         return _read(path, deep)
     newest = newest_checkpoint(path, deep)
     if newest is None:
