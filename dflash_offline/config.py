@@ -19,6 +19,7 @@ from dflash_offline.errors import UsageError
 MOST_GPUS = 1024  # of one host
 PathText = Annotated[str, Field(min_length=1)]
 PositiveInt = Annotated[int, Field(gt=0)]
+Threads = Annotated[int, Field(gt=0, le=1024)]  # OpenMP ends the process when it cannot start so many
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -93,7 +94,7 @@ class ExtractRunConfig(Strict):
     gpus: str | None = Field(None, description="GPUs, e.g. '0-4' or '0,2'; default: one, or the CPU.")
     gpus_per_target: PositiveInt = Field(1, description="GPUs over which each replica of the target is spread.")
     cpu_workers: PositiveInt | None = Field(None, description="Target replicas on the CPU, even beside a GPU.")
-    threads: PositiveInt | None = Field(None, description="CPU threads of the forward pass.")
+    threads: Threads | None = Field(None, description="CPU threads of the forward pass.")
     compile: bool = Field(True, description="Compile the token-wise parts of the target (GPU only).")
     workers: PositiveInt | None = Field(None, description="Processes for tokenising; default: all cores.")
 
@@ -121,7 +122,7 @@ class DrafterConfig(Strict):
     """The drafter's own shape. Hidden size, vocabulary, rope and layer ids come from the cache."""
 
     num_layers: PositiveInt = 5
-    block_size: Annotated[int, Field(ge=2)] = 16
+    block_size: Annotated[int, Field(ge=2, le=1024)] = 16
     num_heads: PositiveInt | None = Field(None, description="Query heads; default: the target's.")
     num_kv_heads: PositiveInt | None = Field(None, description="Key/value heads; default: the target's.")
     head_dim: PositiveInt | None = Field(None, description="Default: the target's.")
@@ -187,7 +188,7 @@ class TrainRunConfig(Strict):
         "process that was started.",
     )
     cpu_replicas: PositiveInt | None = Field(None, description="Replicas on the CPU (gloo), even beside a GPU.")
-    threads: PositiveInt | None = Field(None, description="CPU threads of a replica.")
+    threads: Threads | None = Field(None, description="CPU threads of a replica.")
     compile: bool | None = Field(None, description="Compile the drafter's layers; default: on a GPU, not on a CPU.")
     log_every: PositiveInt = 10
     evaluate_every: PositiveInt = Field(500, description="Steps between evaluations on held-out anchors.")

@@ -115,6 +115,8 @@ def test_importing_the_package_and_reading_recipes_does_not_import_torch():
     "override",
     [
         "training.seed=-1",
+        "training.threads=100000",
+        "drafter.block_size=100000",
         "training.seed=99999999999999999999",
         "optimizer.betas=[0.9, 1.0]",
         "optimizer.betas=[-0.1, 0.9]",
