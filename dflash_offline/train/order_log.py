@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from dflash_offline.cache.files import fsync_dir
+from dflash_offline.cache.files import fsync_dir, no_space_explained
 from dflash_offline.errors import DFlashOfflineError
 
 ORDER_LOG = "order.jsonl"
@@ -70,11 +70,16 @@ class OrderLog:
         )
 
     def append(self, wave: Wave) -> None:
-        """Write a wave; it is on the disk when this returns."""
+        """Write a wave; it is on the disk when this returns.
+
+        Raises:
+            DFlashOfflineError: the disk is full.
+        """
         line = wave.model_dump_json().encode() + b"\n"
-        self._file.write(line)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with no_space_explained(self.path):
+            self._file.write(line)
+            self._file.flush()
+            os.fsync(self._file.fileno())
         self._lines.append(line)
         self.waves.append(wave)
 

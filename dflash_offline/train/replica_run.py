@@ -165,6 +165,7 @@ class ReplicaRun:
         mine = self.course.planned(self.first_step, shard_of, replicas.rank, replicas.world)
         self.feed.start(mine, self.memory.ahead, self._say_what_is_waited_for)
         self.bar: tqdm | None = None
+        self.said_waiting = False
         self.saved_step = self.first_step
         self.log: RunLog | None = None
         if not replicas.first:
@@ -202,6 +203,9 @@ class ReplicaRun:
                 signals.raise_at_once = False  # from here on there is something to keep
                 last = done == self.course.total_steps
                 self.bar.total = self.course.total_steps
+                if self.said_waiting:
+                    self.bar.set_postfix_str("", refresh=False)
+                    self.said_waiting = False
                 self.bar.update(1)
                 if last or done % self.settings.log_every == 0:
                     entry = self._log_interval(done)
@@ -228,6 +232,7 @@ class ReplicaRun:
     def _say_what_is_waited_for(self) -> None:
         if self.source is not None and self.bar is not None and (text := self.source.waiting()):
             self.bar.set_postfix_str(text)
+            self.said_waiting = True
 
     def _end_of_waiting(self, done: int, began: float) -> NoReturn:
         """The wait for extraction was ended by a stop or by what became of extraction: keep what is done."""
