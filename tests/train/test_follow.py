@@ -25,6 +25,7 @@ from dflash_offline.train.course import FollowedCourse, followed_schedule, wave_
 from dflash_offline.train.metrics import EvaluateEntry, StepEntry, WaveEntry
 from dflash_offline.train.order import TrainingOrder
 from dflash_offline.train.order_log import OrderLog, Wave
+from dflash_offline.train.replica_run import ReplicaRun
 from dflash_offline.train.waves import next_wave
 from tests.train.made_up import hidden_states, make_cache, make_recipe
 
@@ -406,12 +407,12 @@ def test_it_goes_on_with_other_numbers_of_replicas(growing, whole, tmp_path, mon
     stop = threading.Event()
 
     def end():
-        until(lambda: steps_in(run) >= waves_end(run))
-        time.sleep(0.3)
+        until(lambda: third_wave_is_done(run))
+        time.sleep(0.5)  # by now it waits, as a rule
         stop.set()
 
     threading.Thread(target=end, daemon=True).start()
-    with pytest.raises(Interrupted, match="waiting for extraction; step"):
+    with pytest.raises(Interrupted, match=r"step \d+ of \d+ is in .*the same command goes on"):
         train(make_recipe(growing.path, run, training={**FOLLOW, "cpu_replicas": 2}), progress=False, stop_event=stop)
     stop = threading.Event()
     Extraction(growing, order[half:])
@@ -428,16 +429,18 @@ def test_it_goes_on_with_other_numbers_of_replicas(growing, whole, tmp_path, mon
     same_run(run, whole, bits=False)
 
 
-def waves_end(run):
-    """Steps of the waves that the log tells of; many while there is none."""
+def third_wave_is_done(run):
+    """Whether the steps of waves 0 to 2 are done: of eight shards, the last two are kept for the wave after them."""
     waves = of(run, WaveEntry) if (run / "log.jsonl").is_file() else []
-    return sum(entry.steps for entry in waves) or 10**9
+    return len(waves) == 3 and steps_in(run) >= sum(entry.steps for entry in waves)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("first", ["heldout", "training", "later"])
-def test_a_signal_ends_every_wait(growing, tmp_path, number, first):
-    run, heldout = tmp_path / "run", growing.manifest.layout.num_heldout_shards
+def test_a_signal_ends_every_wait(growing, tmp_path, monkeypatch, number, first):
+    run, heldout, waits = tmp_path / "run", growing.manifest.layout.num_heldout_shards, threading.Event()
+    say = ReplicaRun._say_what_is_waited_for
+    monkeypatch.setattr(ReplicaRun, "_say_what_is_waited_for", lambda self: (say(self), waits.set()))
     commit(growing, arrival_order(growing)[: {"heldout": 0, "training": heldout, "later": heldout + 8}[first]])
     recipe = make_recipe(growing.path, run, training=FOLLOW)
 
@@ -445,8 +448,12 @@ def test_a_signal_ends_every_wait(growing, tmp_path, number, first):
         if first == "training":
             until(lambda: (run / "order.jsonl").is_file())
         if first == "later":
-            until(lambda: steps_in(run) >= waves_end(run))
-        time.sleep(0.3)
+            until(lambda: third_wave_is_done(run))
+        if first == "heldout":
+            time.sleep(0.3)
+        else:
+            waits.clear()
+            waits.wait(100)
         os.kill(os.getpid(), number)
 
     threading.Thread(target=send, daemon=True).start()
