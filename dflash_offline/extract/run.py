@@ -169,7 +169,9 @@ def _extract_missing(
     receipts = cache.book.summary()
     limit = DropLimit(recipe.layout.max_dropped_share, len(cache.samples), sum(receipts["dropped"].to_pylist()))
     ours = np.array(partition_shards(list(range(cache.num_shards)), partition), np.int64)
-    missing = np.setdiff1d(ours, receipts["shard"].to_numpy())
+    done = receipts["shard"].to_numpy()
+    missing = np.setdiff1d(ours, done)
+    failures.forget_all_but(set(range(cache.num_shards)) - set(done.tolist()))
     if not missing.size:
         limit.check()
         _write_state(cache, {}, partition)
@@ -224,7 +226,7 @@ def _extract_missing(
         raise DFlashOfflineError(
             f"{len(supervisor.set_aside)} of {cache.num_shards} shards failed {MAX_FAILURES} times and are set aside; "
             f"everything else is in the cache. Tracebacks are in {failures.folder}. Run the same command again to "
-            f"retry them, or train without them (training.allow_set_aside).{reasons}"
+            f"retry them, or train without them (--set training.allow_set_aside=true).{reasons}"
         )
     return meter.mean_tokens_per_second()
 
