@@ -366,15 +366,13 @@ def train_until_killed(recipe):
     train(recipe, progress=False)
 
 
-def test_killed_at_random_moments_it_is_the_same_run_bit_for_bit(growing, whole, tmp_path):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dflash_offline.train.loop", "transformers.models.qwen3.modeling_qwen3", "pandas"])
+def test_killed_at_random_moments_it_is_the_same_run_bit_for_bit(growing, whole, tmp_path, from_a_server):
     run, rng, order = tmp_path / "run", np.random.default_rng(11), arrival_order(growing)
     recipe = make_recipe(growing.path, run, training={**FOLLOW, "checkpoint_every": 2})
     there = len(order) // 2
     Extraction(growing, order[:there]).join()
     for kill in range(3):
-        child = context.Process(target=train_until_killed, args=(recipe,))
+        child = from_a_server.Process(target=train_until_killed, args=(recipe,))
         child.start()
         if kill == 0:
             until(lambda: steps_in(run) >= 3)
@@ -396,11 +394,18 @@ def test_killed_at_random_moments_it_is_the_same_run_bit_for_bit(growing, whole,
     same_run(run, whole, bits=False)
 
 
-def test_it_goes_on_with_other_numbers_of_replicas(growing, whole, tmp_path, monkeypatch):
-    """Two replicas are stopped while they wait, one goes on, and three end it."""
+@pytest.fixture
+def from_a_server(monkeypatch):
+    """Replicas come from a server that has imported everything once."""
     preload = ["dflash_offline.train.loop", "transformers.models.qwen3.modeling_qwen3", "pandas", "torch.distributed"]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(preload)
     monkeypatch.setitem(launch_module.launch.__kwdefaults__, "context", "forkserver")
+    return context
+
+
+def test_it_goes_on_with_other_numbers_of_replicas(growing, whole, tmp_path, from_a_server):
+    """Two replicas are stopped while they wait, one goes on, and three end it."""
     run, order = tmp_path / "run", arrival_order(growing)
     half = growing.manifest.layout.num_heldout_shards + 8
     Extraction(growing, order[:half]).join()
@@ -484,15 +489,18 @@ def test_lost_samples_and_shards_are_counted_and_not_trained(growing, tmp_path):
     assert run_status(tmp_path / "run")["state"] == "finished"
 
 
-def test_extraction_that_gave_up_ends_the_run_and_keeps_what_is_done(growing, tmp_path):
-    aside = arrival_order(growing)[-1]
-    extraction = Extraction(growing, aside=(aside,))
-    recipe = make_recipe(growing.path, tmp_path / "run", training=FOLLOW)
+@pytest.mark.parametrize("replicas", [None, 2])
+def test_extraction_that_gave_up_ends_the_run_and_keeps_what_is_done(growing, tmp_path, from_a_server, replicas):
+    run, (*_, late, aside) = tmp_path / "run", arrival_order(growing)
+    extraction = Extraction(
+        growing, aside=(aside,), before=lambda shard: shard == late and until(lambda: steps_in(run) > 0)
+    )
+    recipe = make_recipe(growing.path, run, training={**FOLLOW, "cpu_replicas": replicas})
     with pytest.raises(DFlashOfflineError, match=f"(?s)set aside 1 shards.*{aside}.*boom.*allow_set_aside") as caught:
         train(recipe, progress=False)
     extraction.join()
     assert not isinstance(caught.value, Interrupted)
-    assert open_checkpoint(tmp_path / "run").step == steps_in(tmp_path / "run") > 0
+    assert open_checkpoint(run).step == steps_in(run) > 0
 
 
 def test_nobody_at_work_is_told_once_and_waited_for(growing, tmp_path, caplog):
