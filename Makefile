@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := true
+# modules are compiled once, at their first import: this package starts many processes
+export PYTHONDONTWRITEBYTECODE :=
 # glibc keeps large blocks instead of mapping them anew each step: a sixth of the CPU demo's training time
 export MALLOC_MMAP_THRESHOLD_ := 4294967296
 export MALLOC_TRIM_THRESHOLD_ := 4294967296

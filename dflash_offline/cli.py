@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from dflash_offline.config import ExtractRecipe, TrainRecipe, load_recipe
-from dflash_offline.errors import DFlashOfflineError, Interrupted, UsageError
+from dflash_offline.errors import DFlashOfflineError, Interrupted, UsageError, full_disk_advice
 from dflash_offline.regenerate.command import regenerate_command
 
 app = typer.Typer(
@@ -34,6 +35,9 @@ TrainRecipeArgument = Annotated[
 ]
 SetOption = Annotated[
     list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key: --set layout.encoding=bf16.")
+]
+TrainSetOption = Annotated[
+    list[str], typer.Option("--set", metavar="KEY=VALUE", help="Override a recipe key: --set training.epochs=12.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the answer as JSON on standard output.")]
 
@@ -126,7 +130,7 @@ def preview(
 @app.command()
 def train(
     recipe: TrainRecipeArgument,
-    set: SetOption = [],  # noqa: B006
+    set: TrainSetOption = [],  # noqa: B006
     gpus: Annotated[str | None, typer.Option(help="GPUs, one drafter replica each, e.g. 5-7.")] = None,
     json: JsonOption = False,
 ) -> None:
@@ -245,15 +249,17 @@ def status(
     """
     import time
 
-    from dflash_offline.watch import read_status
+    from dflash_offline.watch import read_status, show
     from dflash_offline.watch import watch as run_watch
 
     if watch and json:
         raise UsageError("--watch is for people and --json for programs: give one of them")
     if watch:
         run_watch(path, interval)
+    elif json:
+        _print(read_status(path)(time.time()), True)
     else:
-        _print(read_status(path)(time.time()), json)
+        show(path)
 
 
 @app.command()
@@ -269,7 +275,9 @@ def new(
     """
     from dflash_offline.recipes import new_recipe
 
-    typer.echo(str(new_recipe(target, out, data, gpus)))
+    folder = new_recipe(target, out, data, gpus)
+    typer.echo(str(folder))
+    typer.echo(f"next: read its two files, then dflash-offline preview {shlex.quote(str(folder))}", err=True)
 
 
 @app.command()
@@ -324,7 +332,7 @@ def main() -> None:
     except OSError as error:  # a full disk, a folder without permission: the system's own words say what
         if debug:
             raise
-        typer.echo(f"error: {error}", err=True)
+        typer.echo(f"error: {error}{full_disk_advice(error)}", err=True)
         raise SystemExit(1) from None
     except SystemExit as ended:  # typer ends with 128 + SIGINT
         if ended.code != 130:

@@ -14,7 +14,17 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash_offline.cache.files import TEMPORARY_PREFIX, fsync_dir, fsync_tree, no_space_explained, write_json_atomic
+from dflash_offline.cache.files import (
+    TEMPORARY_PREFIX,
+    fsync_dir,
+    fsync_tree,
+    no_space_explained,
+    read_json_object,
+    read_tensors,
+    remove_leftovers,
+    temporary_folder,
+    write_json_atomic,
+)
 from dflash_offline.drafter.shape import DrafterShape
 from dflash_offline.errors import DFlashOfflineError, UsageError
 from dflash_offline.target.rope import rope_of
@@ -102,10 +112,8 @@ def write_drafter_folder(
         raise UsageError(
             f"{out} exists and is no drafter exported by dflash-offline: choose another --out or remove it"
         )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{out.name}-", dir=out.parent))
-    try:
-        os.chmod(temporary, 0o755)
+    stepped_aside = f"{out.name}~"  # holds the only copy between two renames, so it goes last
+    with temporary_folder(out) as temporary:
         with no_space_explained(out):
             save_file(tensors, temporary / MODEL, metadata={"format": "pt"})
             os.chmod(temporary / MODEL, 0o644)
@@ -115,15 +123,13 @@ def write_drafter_folder(
             fsync_tree(temporary)
         if out.exists():
             # rename cannot replace a folder that is not empty: the old one steps aside first
-            old = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}old-", dir=out.parent))
+            old = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{stepped_aside}-", dir=out.parent))
             os.rename(out, old / out.name)
             os.rename(temporary, out)
             shutil.rmtree(old, ignore_errors=True)
         else:
             os.rename(temporary, out)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    remove_leftovers(out.parent, stepped_aside)
     fsync_dir(out.parent)
     return out
 
@@ -142,8 +148,6 @@ def load_drafter(
         UsageError: the folder is no DFlash drafter's.
         DFlashOfflineError: tensors are missing, unknown or of another shape.
     """
-    from safetensors.torch import load_file
-
     from dflash_offline.drafter.model import DFlashDrafter
 
     folder = Path(folder)
@@ -153,7 +157,7 @@ def load_drafter(
         raise UsageError(f"{folder} holds no *.safetensors file: not a drafter's folder, or copied in part")
     tensors: dict[str, Tensor] = {}
     for file in files:
-        tensors |= load_file(file, device=device)
+        tensors |= read_tensors(file, device)
     _check_tensors(shape, tensors, folder)
     drafter = DFlashDrafter(shape, device="meta", seed=None)
     drafter.load_state_dict(tensors, assign=True)
@@ -180,15 +184,13 @@ def drafter_config(folder: Path | str) -> dict[str, Any]:
     """``config.json`` of a drafter folder.
 
     Raises:
-        UsageError: there is none, or it is not JSON.
+        UsageError: there is none.
+        DamagedFile: it is not JSON.
     """
     path = Path(folder) / CONFIG
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UsageError(f"{folder} has no {CONFIG}: give the folder that `dflash-offline export` wrote") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not JSON: {error}") from None
+    if not path.is_file():
+        raise UsageError(f"{folder} has no {CONFIG}: give the folder that `dflash-offline export` wrote")
+    return read_json_object(path, "export the drafter again")
 
 
 def check_rope(shape: DrafterShape, target_config: dict[str, Any]) -> None:

@@ -8,26 +8,35 @@ local disk, nothing beside a shard of hundreds of megabytes.
 from __future__ import annotations
 
 import contextlib
-import errno
+import fcntl
 import hashlib
 import json
 import os
+import re
+import shutil
+import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pydantic_core import from_json
 
-from dflash_offline.errors import DFlashOfflineError
+from dflash_offline.errors import DFlashOfflineError, full_disk_advice
+
+if TYPE_CHECKING:
+    import torch
 
 TEMPORARY_PREFIX = ".tmp-"
 SELF_KEY = "self_sha256"
 _BLANK = "0" * 64
 _SEAL = f'"{SELF_KEY}": "'.encode()
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+_SETTLE_SECONDS = 1.0  # between the making of a temporary file and its lock
 
 
 class DamagedFile(DFlashOfflineError):
-    """A file of the cache is missing, cut short, or does not match its checksum."""
+    """A file is missing, cut short, or not what it should hold."""
 
 
 def canonical_json(obj: Any) -> bytes:
@@ -108,6 +117,42 @@ def write_sealed(path: Path, obj: dict[str, Any]) -> dict[str, Any]:
     return sealed
 
 
+def read_json_object(path: Path, mend: str) -> dict[str, Any]:
+    """The object in a JSON file that carries no checksum.
+
+    Args:
+        path: of the file.
+        mend: what to do about it, for the message.
+
+    Raises:
+        DamagedFile: it cannot be read, is not JSON, or holds something else than an object.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DamagedFile(f"{path} cannot be read ({error.strerror}): {mend}") from None
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(f"{path} is damaged ({error}): {mend}") from None
+    if not isinstance(value, dict):
+        raise DamagedFile(f"{path} is damaged (no JSON object): {mend}")
+    return value
+
+
+def read_tensors(path: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file.
+
+    Raises:
+        DamagedFile: it is cut short or no such file.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path, device=device)
+    except SafetensorError as error:
+        raise DamagedFile(f"{path} is damaged or no safetensors file ({error}): write or copy it again") from None
+
+
 def fsync_dir(path: Path | str) -> None:
     """Flush a folder's entries to disk, so that a rename in it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -131,21 +176,31 @@ def fsync_tree(folder: Path) -> None:
 
 @contextlib.contextmanager
 def no_space_explained(path: Path) -> Iterator[None]:
-    """Turn "no space left" of the block into a message that says what to do."""
+    """Turn "no space left" of the block into a message that says what to do.
+
+    The compiled writers of tensors and tokenizers hide the system's error in types of their own; it comes out as the
+    ``OSError`` that it is.
+    """
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    except Exception as error:
+        hidden = _OS_ERROR.search(str(error))
+        code = error.errno if isinstance(error, OSError) else int(hidden[1]) if hidden else None
+        if code is None:
             raise
-        raise DFlashOfflineError(
-            f"no space left while writing {path} ({error.strerror}): everything committed before it is kept. "
-            "Free some space or move the cache to a larger disk, then run the same command again; it resumes."
-        ) from error
+        system = error if isinstance(error, OSError) else OSError(code, os.strerror(code), str(path))
+        if advice := full_disk_advice(system):
+            raise DFlashOfflineError(f"no space left while writing {path} ({os.strerror(code)}){advice}") from error
+        if system is error:
+            raise
+        raise system from error
 
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A binary file that appears under ``path``, flushed, when the block ends; on an error nothing is left.
+
+    What a killed writer leaves goes with :func:`remove_leftovers`.
 
     Raises:
         DFlashOfflineError: the disk is full.
@@ -154,10 +209,11 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     with no_space_explained(path):
         try:
             with open(temporary, "wb") as file:
+                _lock(file.fileno())
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
+                os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink()
@@ -180,3 +236,53 @@ def write_atomic(path: Path, data: bytes | memoryview | Iterable[bytes | memoryv
 def write_json_atomic(path: Path, obj: Any) -> None:
     """Write ``obj`` as canonical JSON (no checksum of its own) atomically."""
     write_atomic(path, canonical_json(obj))
+
+
+@contextlib.contextmanager
+def temporary_folder(final: Path) -> Iterator[Path]:
+    """A new folder beside ``final``, to be filled and renamed to it; removed at the end where that did not happen.
+
+    What killed writers of ``final`` left beside it is removed first.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(final.parent, final.name)
+    folder = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{final.name}-", dir=final.parent))
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(descriptor)
+        os.chmod(folder, 0o755)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
+
+def remove_leftovers(folder: Path, name: str | None = None) -> None:
+    """Remove temporary files and folders whose writers were killed; a living writer holds a lock on its own.
+
+    Args:
+        folder: where they lie.
+        name: only those of the file or folder of this name; for folders that others write too.
+    """
+    of_name = re.compile(re.escape(f"{TEMPORARY_PREFIX}{name}-") + r"\w+")
+    for path in folder.glob(f"{TEMPORARY_PREFIX}*"):
+        if name is not None and not of_name.fullmatch(path.name):
+            continue
+        with contextlib.suppress(OSError):  # gone meanwhile, locked, or not ours to remove
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                if time.time() - os.fstat(descriptor).st_mtime < _SETTLE_SECONDS:
+                    continue
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+            finally:
+                os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Show that the writer lives; a file system without locks only loses the removal of leftovers."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -58,7 +58,7 @@ class Chunk:
 def _parse_line(origin: str, line_number: int, line: bytes) -> Any:
     try:
         return json.loads(line.removeprefix(b"\xef\xbb\xbf") if line_number == 1 else line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         what = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise DFlashOfflineError(
             f"{origin}, line {line_number}: not valid JSON ({what}); the line begins {line[:60]!r}. "

@@ -104,7 +104,7 @@ class ArraySource(Source):
             data = b"".join(_lines(self.path))
             try:
                 self._rows = json.loads(data.removeprefix(b"\xef\xbb\xbf"))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            except (ValueError, RecursionError) as error:
                 where = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
                 raise DFlashOfflineError(f"{self.name}{where}: not valid JSON ({error})") from None
         return self._rows
@@ -149,7 +149,7 @@ class ParquetSource(Source):
                     break
                 yield from _table_chunk(self.name, pa.Table.from_batches([batch]), first, wanted)
                 first += batch.num_rows
-        except pa.ArrowException as error:
+        except (pa.ArrowException, OSError) as error:
             raise DFlashOfflineError(f"{self.name}: damaged after row {first} ({error})") from None
 
 

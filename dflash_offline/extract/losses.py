@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,10 @@ class Failures:
             file.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.folder.rmdir()  # only when it is empty
+
+    def forget_all_but(self, missing: Iterable[int]) -> None:
+        """Remove those of shards that are done: a process can be killed between a receipt and the news of it."""
+        missing = set(missing)
+        for shard in {file.name.split("-")[0] for file in self.folder.glob("*-*.txt")}:
+            if shard.isdigit() and int(shard) not in missing:
+                self.forget(int(shard))

@@ -169,7 +169,9 @@ def _extract_missing(
     receipts = cache.book.summary()
     limit = DropLimit(recipe.layout.max_dropped_share, len(cache.samples), sum(receipts["dropped"].to_pylist()))
     ours = np.array(partition_shards(list(range(cache.num_shards)), partition), np.int64)
-    missing = np.setdiff1d(ours, receipts["shard"].to_numpy())
+    done = receipts["shard"].to_numpy()
+    missing = np.setdiff1d(ours, done)
+    failures.forget_all_but(set(range(cache.num_shards)) - set(done.tolist()))
     if not missing.size:
         limit.check()
         _write_state(cache, {}, partition)

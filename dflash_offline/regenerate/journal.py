@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dflash_offline.cache.files import atomic_file, no_space_explained, write_json_atomic
+from dflash_offline.cache.files import atomic_file, no_space_explained, remove_leftovers, write_json_atomic
 from dflash_offline.errors import DFlashOfflineError, UsageError
 from dflash_offline.regenerate.settings import differences
 
@@ -44,6 +44,8 @@ class Journal:
         self._lock = open(out.with_suffix(".lock"), "a")
         try:
             self._hold_lock()
+            for path in (out, self.settings_path):
+                remove_leftovers(out.parent, path.name)
             self.sidecar = self._open_sidecar(settings)
             self.places: dict[int, tuple[int, int]] = {}
             self.dropped: dict[int, str] = {}

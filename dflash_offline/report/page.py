@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_offline.cache.files import remove_leftovers, write_atomic
+from dflash_offline.errors import UsageError
 from dflash_offline.report.cache_section import cache_cards, cache_table, error_table
 from dflash_offline.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Series, line_chart
 from dflash_offline.report.run_data import RunData, flatten
@@ -24,10 +26,13 @@ def write_report(runs: Path | Sequence[Path], out: Path | None = None, evaluatio
         evaluation: JSON written by ``evaluate``, for one run; default ``evaluation.json`` in each run folder.
 
     Raises:
+        UsageError: ``out`` is a folder.
         DFlashOfflineError: a folder holds no run log.
     """
     import jinja2
 
+    if out is not None and out.is_dir():
+        raise UsageError(f"--out {out} is a folder: name the HTML file")
     paths = [Path(runs)] if isinstance(runs, str | os.PathLike) else [Path(run) for run in runs]
     names = _names(paths)
     found = [
@@ -56,9 +61,8 @@ def write_report(runs: Path | Sequence[Path], out: Path | None = None, evaluatio
     )
     out = out or paths[0] / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".tmp-{out.name}")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, out)
+    remove_leftovers(out.parent, out.name)
+    write_atomic(out, page.encode("utf-8", "replace"))
     return out
 
 

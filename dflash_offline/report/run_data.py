@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflash_offline.cache.files import read_json_object
 from dflash_offline.errors import DFlashOfflineError
 from dflash_offline.train.metrics import EndEntry, EvaluateEntry, StartEntry, StepEntry, read_run_log
-from dflash_offline.train.run_folder import run_status
+from dflash_offline.train.run_folder import read_run_recipe, run_status
 
 if TYPE_CHECKING:
     from dflash_offline.cache import Cache
@@ -53,12 +53,9 @@ class RunData:
             DFlashOfflineError: it holds no run log, or the evaluation is not JSON.
         """
         entries = read_run_log(path)
-        recipe = json.loads((path / "recipe.json").read_bytes()) if (path / "recipe.json").is_file() else {}
+        recipe = _recipe(path)
         file = evaluation or path / EVALUATION
-        try:
-            evaluated = json.loads(file.read_bytes()) if file.is_file() else None
-        except ValueError as error:
-            raise DFlashOfflineError(f"{file} is not JSON ({error}): run `dflash-offline evaluate` again") from None
+        evaluated = read_json_object(file, "run `dflash-offline evaluate` again") if file.exists() else None
         finished = any(isinstance(entry, EndEntry) for entry in entries)
         try:
             state = "finished" if finished else run_status(path)["state"]
@@ -110,6 +107,14 @@ class RunData:
             return {}
         flat = flatten(self.start.model_dump(exclude={"kind"}))
         return {key: value for key, value in flat.items() if _COUNTER.search(key)}
+
+
+def _recipe(run: Path) -> dict[str, Any]:
+    try:
+        return read_run_recipe(run)
+    except DFlashOfflineError as error:  # the log tells most of it
+        logger.warning("the report leaves out the settings: %s", error)
+        return {}
 
 
 def _open_cache(recipe: dict[str, Any]) -> Cache | None:

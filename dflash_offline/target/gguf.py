@@ -16,15 +16,14 @@ import json
 import logging
 import os
 import re
-import shutil
 import struct
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 from unittest.mock import patch
 
+from dflash_offline.cache.files import no_space_explained, temporary_folder
 from dflash_offline.errors import DFlashOfflineError, UsageError
 from dflash_offline.target.quiet import quiet_transformers
 from dflash_offline.target.rope import rope_of
@@ -69,17 +68,13 @@ def converted_folder(path: Path, sha256: str, dtype: str) -> tuple[GgufSource, P
     if not folder.is_dir():
         _require_gguf(path)
         header = read_header(path)
-        folder.parent.mkdir(parents=True, exist_ok=True)
         logger.info("converting %s into %s (once)", path, folder)
-        scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
-        try:
+        with no_space_explained(folder), temporary_folder(folder) as scratch:
             _convert(path, header, dtype, scratch)
             source = {"file": path.name, "sha256": sha256, "quantization": header.quantization}
             (scratch / "source.json").write_text(json.dumps(source, indent=1))
             with contextlib.suppress(OSError):  # another process was first; its folder holds the same
                 os.rename(scratch, folder)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
     if not folder.is_dir():
         raise DFlashOfflineError(f"could not write the converted target {folder}; set DFLASH_OFFLINE_HOME elsewhere")
     stored = json.loads((folder / "source.json").read_text())

@@ -24,6 +24,7 @@ from dflash_offline.cache.files import (
     fsync_tree,
     no_space_explained,
     read_sealed,
+    read_tensors,
     sha256_file,
     write_json_atomic,
     write_sealed,
@@ -65,15 +66,11 @@ class Checkpoint:
 
     def weights(self, device: str = "cpu") -> dict[str, torch.Tensor]:
         """The drafter's fp32 weights by exported name."""
-        from safetensors.torch import load_file
-
-        return load_file(self.path / MODEL, device=device)
+        return read_tensors(self.path / MODEL, device)
 
     def optimizer_tensors(self, device: str = "cpu") -> dict[str, torch.Tensor]:
         """Moments of the optimizer and random states, as given to :func:`save_checkpoint`."""
-        from safetensors.torch import load_file
-
-        return load_file(self.path / OPTIMIZER, device=device)
+        return read_tensors(self.path / OPTIMIZER, device)
 
 
 def save_checkpoint(
@@ -108,13 +105,8 @@ def save_checkpoint(
     temporary.mkdir()
     try:
         with no_space_explained(final):
-            try:
-                save_file({name: tensor.contiguous() for name, tensor in model.items()}, temporary / MODEL)
-                save_file({name: tensor.contiguous() for name, tensor in optimizer.items()}, temporary / OPTIMIZER)
-            except Exception as error:  # safetensors hides the errno of a full disk in its own error type
-                if "No space left" in str(error):
-                    raise OSError(28, "No space left on device") from error
-                raise
+            save_file({name: tensor.contiguous() for name, tensor in model.items()}, temporary / MODEL)
+            save_file({name: tensor.contiguous() for name, tensor in optimizer.items()}, temporary / OPTIMIZER)
             write_json_atomic(temporary / CONFIG, state["drafter"])
             files = {name: sha256_file(temporary / name) for name in (MODEL, OPTIMIZER, CONFIG)}
             write_sealed(temporary / STATE, {**state, "step": step, "files": files, "format_version": FORMAT_VERSION})

@@ -11,7 +11,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dflash_offline.cache.files import write_json_atomic
+from dflash_offline.cache.files import (
+    TEMPORARY_PREFIX,
+    DamagedFile,
+    read_json_object,
+    remove_leftovers,
+    write_json_atomic,
+)
 from dflash_offline.cache.lock import CacheLock, LockHeld, lock_holders
 from dflash_offline.config import TrainRecipe
 from dflash_offline.environment import write_environment
@@ -69,7 +75,12 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"the run path {self.path} is a file; name a folder that does not exist yet")
         names = (
-            {entry.name for entry in self.path.iterdir() if entry.name not in ("locks", "compiled")}
+            {
+                entry.name
+                for entry in self.path.iterdir()
+                # killed at its very start, a run leaves the temporary file of its recipe and nothing else
+                if entry.name not in ("locks", "compiled") and not entry.name.startswith(TEMPORARY_PREFIX)
+            }
             if self.path.is_dir()
             else set()
         )
@@ -86,6 +97,7 @@ class RunFolder:
                 f"the run folder {self.path} is in use by process {holder.get('pid')} on {holder.get('host')}; a run "
                 "is never shared: wait for it, stop it, or set another run folder (run = ...)"
             ) from None
+        remove_leftovers(self.path)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,12 +116,7 @@ class RunFolder:
         wanted = json.loads(json.dumps({**self.recipe.model_dump(mode="json"), "resolved": resolved}))
         wanted["cache"] = str(Path(self.recipe.cache).resolve())
         if path.is_file():
-            try:
-                there = json.loads(path.read_bytes())
-            except ValueError as error:
-                raise DFlashOfflineError(
-                    f"{path} is damaged ({error}); restore it, or train into another run folder"
-                ) from (error)
+            there = read_run_recipe(self.path)
             differences = setting_differences(there, wanted)
             if differences:
                 raise UsageError(
@@ -141,6 +148,19 @@ def _flatten(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def read_run_recipe(run: Path) -> dict[str, Any]:
+    """The settings that a run was started with.
+
+    Raises:
+        DamagedFile: ``recipe.json`` is missing, cut short or something else.
+    """
+    recipe = read_json_object(run / RECIPE, "restore it, or train into another run folder")
+    resolved = recipe.get("resolved")
+    if "cache" not in recipe or not isinstance(resolved, dict) or not isinstance(resolved.get("total_steps"), int):
+        raise DamagedFile(f"{run / RECIPE} does not hold the settings of a run: it is of another program or version")
+    return recipe
+
+
 def run_status(path: Path | str) -> dict[str, Any]:
     """How far a run is, from its files alone.
 
@@ -150,7 +170,7 @@ def run_status(path: Path | str) -> dict[str, Any]:
     path = Path(path)
     if not (path / RECIPE).is_file():
         raise DFlashOfflineError(f"{path} is not a run folder: it has no {RECIPE}")
-    recipe = json.loads((path / RECIPE).read_bytes())
+    recipe = read_run_recipe(path)
     total = recipe["resolved"]["total_steps"]
     checkpoint = newest_checkpoint(path, deep=False)
     entries = read_run_log(path) if (path / LOG_NAME).is_file() else []

@@ -255,9 +255,11 @@ def initial_weights(folder: str, shape: DrafterShape) -> dict[str, torch.Tensor]
 
     Raises:
         UsageError: it is not a drafter's folder, or one of another shape.
+        DFlashOfflineError: a file of it is damaged.
     """
-    from safetensors.torch import load_file
+    import torch
 
+    from dflash_offline.export import drafter_config, load_drafter
     from dflash_offline.train.checkpoint import check_shape
 
     path = Path(folder)
@@ -266,9 +268,9 @@ def initial_weights(folder: str, shape: DrafterShape) -> dict[str, torch.Tensor]
             f"drafter.init_from = {folder!r}: not an exported drafter folder (config.json and model.safetensors); "
             "make one with `dflash-offline export`"
         )
-    theirs = DrafterShape.from_hf_config(json.loads((path / "config.json").read_bytes()))
+    theirs = DrafterShape.from_hf_config(drafter_config(path))
     check_shape(shape, theirs, f"drafter.init_from = {folder!r}")
-    return {name: tensor.float() for name, tensor in load_file(path / "model.safetensors").items()}
+    return dict(load_drafter(path, dtype=torch.float32)[0].state_dict())
 
 
 def open_trainable(recipe: TrainRecipe) -> Cache:

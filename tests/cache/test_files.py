@@ -13,11 +13,17 @@ from hypothesis import strategies as st
 
 from dflash_offline.cache.files import (
     DamagedFile,
+    atomic_file,
     canonical_json,
     check_self_sha256,
     load_sealed,
+    no_space_explained,
+    read_json_object,
+    read_tensors,
+    remove_leftovers,
     sha256_bytes,
     sha256_file,
+    temporary_folder,
     with_self_sha256,
     write_atomic,
     write_sealed,
@@ -117,3 +123,55 @@ def test_no_space_says_what_to_do_and_leaves_nothing(tmp_path):
 def test_writing_sealed_returns_what_lies_in_the_file(tmp_path):
     sealed = write_sealed(tmp_path / "x.json", {"a": 1})
     assert load_sealed((tmp_path / "x.json").read_bytes(), "x") == sealed
+
+
+def old(path):
+    os.utime(path, (1, 1))
+    return path
+
+
+def test_what_a_killed_writer_left_goes_and_what_a_living_one_writes_stays(tmp_path):
+    final = tmp_path / "report.json"
+    dead = [tmp_path / name for name in (".tmp-report.json-77", ".tmp-report.json-ab_9")]
+    folder = tmp_path / ".tmp-report.json-folder"
+    (folder / "deep").mkdir(parents=True)
+    others = [tmp_path / ".tmp-report.json-other-77", tmp_path / ".tmp-report.jsonl-77"]
+    for path in (*dead, *others):
+        path.write_text("half")
+        old(path)
+    with atomic_file(final) as file, temporary_folder(final) as living:
+        file.write(b"whole")
+        file.flush()
+        (mine,) = tmp_path.glob(f".tmp-report.json-{os.getpid()}")
+        for path in (mine, living, folder):
+            old(path)
+        remove_leftovers(tmp_path, "report.json")
+        assert mine.exists() and living.exists() and not folder.exists()
+    assert final.read_bytes() == b"whole" and not living.exists()
+    assert not any(path.exists() for path in dead) and all(path.exists() for path in others)
+    remove_leftovers(tmp_path)
+    assert not any(path.exists() for path in others) and final.exists()
+
+
+@pytest.mark.parametrize(
+    "hidden", ["I/O error: No space left on device (os error 28)", "Disk quota exceeded (os error 122)"]
+)
+def test_a_full_disk_that_another_library_hides_in_its_own_error_is_told(tmp_path, hidden):
+    with pytest.raises(DFlashOfflineError, match="no space left"), no_space_explained(tmp_path):
+        raise Exception(hidden)
+    with pytest.raises(OSError, match="Read-only file system"), no_space_explained(tmp_path):
+        raise Exception("error: (os error 30)")
+    with pytest.raises(ZeroDivisionError), no_space_explained(tmp_path):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("content", [b"", b'{"a": ', b"\xff\xfe\x00\x9a", b"[1]", b"[" * 100_000])
+def test_a_damaged_json_file_is_named_with_what_to_do(tmp_path, content):
+    path = tmp_path / "recipe.json"
+    path.write_bytes(content)
+    with pytest.raises(DamagedFile, match=r"recipe.json is damaged \(.*: write it again"):
+        read_json_object(path, "write it again")
+    with pytest.raises(DamagedFile, match="cannot be read"):
+        read_json_object(tmp_path, "write it again")
+    with pytest.raises(DamagedFile, match=r"recipe.json is damaged or no safetensors file"):
+        read_tensors(path)

@@ -180,7 +180,7 @@ def test_evaluations_of_an_older_form_are_shown_without_decodes(job, tmp_path):
     (run / "evaluation.json").write_text(json.dumps({"acceptance_length": None, "decodes": [{"title": "x"}]}))
     assert "None yet" in page_of(run, out=tmp_path / "report.html").words()
     (run / "evaluation.json").write_text("{")
-    with pytest.raises(DFlashOfflineError, match="not JSON"):
+    with pytest.raises(DFlashOfflineError, match="is damaged"):
         write_report(run, tmp_path / "report.html")
 
 
