@@ -208,7 +208,7 @@ def read_environment(path: Path) -> Environment:
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         raise UsageError(f"{path} holds no {RECORD}: name a run folder, a cache, or a file that `doctor --json` wrote")
-    text = found.read_text().strip()
+    text = found.read_text(encoding="utf-8", errors="replace").strip()
     try:
         last = text if text.startswith("{\n") else text.splitlines()[-1]
         return Environment.model_validate(_unwrap(last))

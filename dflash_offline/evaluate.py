@@ -10,12 +10,15 @@ divergence is reported with the gap between the two tokens' logits, which tells 
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflash_offline.cache.files import remove_leftovers, write_json_atomic
 from dflash_offline.config import TargetConfig
+from dflash_offline.drafter.shape import DrafterShape
 from dflash_offline.errors import UsageError
 from dflash_offline.export import drafter_config, load_drafter, run_of_drafter
 
@@ -84,7 +87,9 @@ def evaluate(
         the run's folder, and ``run`` and ``step`` name it.
 
     Raises:
-        UsageError: neither prompts nor a cache with held-out samples, or a drafter of another target.
+        UsageError: neither prompts nor a cache with held-out samples, a drafter of another target, or ``out`` is a
+            folder.
+        OSError: ``out`` cannot be written; found before anything is loaded.
     """
     from dflash_offline.cache import Cache
     from dflash_offline.decode import Sampling, acceptance_summary
@@ -98,6 +103,8 @@ def evaluate(
     opened = None if cache is None else Cache.open(Path(cache))
     if prompts is None and opened is None:
         raise UsageError("evaluate needs prompts: a file of conversations, or a cache with held-out samples")
+    if out is not None:
+        _check_out(Path(out))
     target = _load_target(target, drafter, device)
     model, shape = load_drafter(drafter, device=str(target.device), dtype=target.dtype)
     check_drafter(target, model)
@@ -161,12 +168,19 @@ def evaluate(
     return report
 
 
+def _check_out(out: Path) -> None:
+    """Find out now, and not after an hour of decoding, that the report cannot be written."""
+    if out.is_dir():
+        raise UsageError(f"--out {out} is a folder: name the JSON file")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(out.parent, out.name)
+    with tempfile.TemporaryFile(dir=out.parent):
+        pass
+
+
 def _write(report: dict[str, Any], out: Path | None, run: Path | None) -> None:
     """Keep the report where it was asked for, and with the run; a run folder that is read-only is no error."""
-    from dflash_offline.cache.files import write_json_atomic
-
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         write_json_atomic(out, report)
     if run is None or (out is not None and out.resolve() == run / EVALUATION):
         return
@@ -255,7 +269,7 @@ def _load_target(target: TargetConfig | Target, drafter: Path | str, device: str
 
     if not isinstance(target, TargetConfig):
         return target
-    layer_ids = list(drafter_config(drafter)["dflash_config"]["target_layer_ids"])
+    layer_ids = list(DrafterShape.from_hf_config(drafter_config(drafter)).target_layer_ids)
     target = target.model_copy(update={"layer_ids": layer_ids})
     return load_target(target, device or ("cuda" if torch.cuda.is_available() else "cpu"), stop_early=False)
 

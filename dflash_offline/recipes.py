@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,9 @@ def new_recipe(target: str, out: Path | None = None, data: str | None = None, gp
             f"{folder} already holds {' and '.join(there)}, which are never overwritten: choose another --out"
         )
     facts = target_facts(target, name)
-    texts["extract.toml"] = extract_text(facts, data or f"data/{name}.jsonl", gpus)
-    texts["train.toml"] = train_text(facts, gpus)
+    recipe = shlex.quote(str(folder))
+    texts["extract.toml"] = extract_text(facts, data or f"data/{name}.jsonl", gpus, recipe)
+    texts["train.toml"] = train_text(facts, gpus, recipe)
     folder.mkdir(parents=True, exist_ok=True)
     for file, text in texts.items():
         with (folder / file).open("x") as stream:
@@ -171,8 +173,8 @@ def extract_sizes(config: dict[str, Any], layers: int) -> dict[str, int]:
     return {"max_length": min(4096, longest), "shard_tokens": shard_tokens, "batch_tokens": batch_tokens}
 
 
-def extract_text(facts: RecipeFacts, data: str, gpus: int) -> str:
-    """Content of ``extract.toml``."""
+def extract_text(facts: RecipeFacts, data: str, gpus: int, recipe: str) -> str:
+    """Content of ``extract.toml``; ``recipe`` is how the command line names the pair's folder."""
     layers = len(facts.layer_ids)
     sizes = extract_sizes(facts.config, layers)
     token_bytes = layers * facts.config["hidden_size"] * INT8_BYTES
@@ -186,8 +188,9 @@ def extract_text(facts: RecipeFacts, data: str, gpus: int) -> str:
         why = "exact; int8 needs a hidden size that is a multiple of 64"
     return f"""\
 # Stage one for {_comment(facts.model)}: the target reads the conversations once.
-#   dflash-offline preview {facts.name}    look at the supervised tokens first
-#   dflash-offline extract {facts.name}    run it again to resume
+#   dflash-offline preview {recipe}    look at the supervised tokens first
+#   dflash-offline extract {recipe}    run it again to resume
+# Relative paths are seen from the folder in which the command is started.
 cache = {_toml(f"runs/{facts.name}/cache")}
 
 [target]
@@ -212,8 +215,8 @@ batch_tokens = {sizes["batch_tokens"]}        # of one forward pass; lower it wh
 {_gpus_line(gpus, "one replica of the target each; the whole target must fit on one")}"""
 
 
-def train_text(facts: RecipeFacts, gpus: int) -> str:
-    """Content of ``train.toml``."""
+def train_text(facts: RecipeFacts, gpus: int, recipe: str) -> str:
+    """Content of ``train.toml``; ``recipe`` is how the command line names the pair's folder."""
     from dflash_offline.drafter.shape import shape_from_target
 
     sizes = drafter_sizes(facts.config)
@@ -233,7 +236,7 @@ def train_text(facts: RecipeFacts, gpus: int) -> str:
     rate = "2e-3" if small else "6e-4"
     return f"""\
 # Stage two for {_comment(facts.model)}: a drafter of {shape.num_parameters / 1e6:,.0f} M parameters.
-#   dflash-offline train {facts.name}      run it again to resume
+#   dflash-offline train {recipe}      run it again to resume
 cache = {_toml(f"runs/{facts.name}/cache")}
 run = {_toml(f"runs/{facts.name}/run")}
 

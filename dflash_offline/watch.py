@@ -72,6 +72,16 @@ def watch(
     return status
 
 
+def show(path: Path, console: Console | None = None, clock: Callable[[], float] = time.time) -> dict[str, Any]:
+    """Print the view once; arguments, return value and errors as those of :func:`watch`."""
+    from rich.console import Console
+
+    console = console or Console()
+    status = read_status(path)(now := clock())
+    console.print(view(status, now), soft_wrap=True)
+    return status
+
+
 def read_status(path: Path) -> Callable[[float], dict[str, Any]]:
     """How to read the status of this folder at a time (unix seconds)."""
     if (path / "recipe.json").is_file():
@@ -113,6 +123,9 @@ def view(status: dict[str, Any], now: float) -> Group:
     colour = {"finished": "green", "complete": "green", "interrupted": "yellow", "stopped": "yellow"}.get(stage, "cyan")
     title = Text.assemble((stage, f"bold {colour}"), "  ", status.get("run") or status["cache"])
     parts: list[Any] = [title]
+    if "encoding" in status:
+        layers = ", ".join(map(str, status["target_layer_ids"]))
+        parts.append(Text(f"{status['target']}, layers {layers}, {status['encoding']}", "dim"))
     if total:
         bar = Table.grid(padding=(0, 2))
         bar.add_row(ProgressBar(total=total, completed=done, width=_BAR), f"{100 * done / total:.1f} %")
@@ -132,6 +145,10 @@ def view(status: dict[str, Any], now: float) -> Group:
         parts.append(table)
     for failure in status.get("failures", [])[-3:]:
         parts.append(Text(f"{failure['file']}: {failure['error']}", "red"))
+    if damage := status.get("state_damage"):
+        parts.append(Text(damage, "red"))
+    for holder in status.get("running") or []:
+        parts.append(Text(f"{holder['role']} is running: process {holder['pid']} on {holder['host']}", "dim"))
     parts.append(Text(time.strftime("%H:%M:%S", time.localtime(now)), "dim"))
     return Group(*parts)
 
@@ -177,7 +194,9 @@ def _cache_facts(status: dict[str, Any]) -> list[tuple[str, str]]:
         now = f"{quantity(rate['recent'])} now, " if rate["recent"] else ""
         facts.append(("tokens/s", f"{now}{quantity(rate['mean'] or 0)} mean"))
     if size["ratio_to_bf16"]:
-        facts.append(("written", f"{size['hidden_states'] / 1e9:.3g} GB, {size['ratio_to_bf16']:.2f} below bf16"))
+        facts.append(
+            ("written", f"{size['hidden_states'] / 1e9:.3g} GB, {size['ratio_to_bf16']:.2f} times smaller than bf16")
+        )
         facts.append(("disk", f"{size['expected_in_all'] / 1e9:.3g} GB in all, {size['free_on_disk'] / 1e9:.3g} free"))
     if status["eta_seconds"] is not None:
         facts.append(("left", duration(status["eta_seconds"])))

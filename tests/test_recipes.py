@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,9 @@ def test_new_writes_a_valid_pair_from_a_configuration_alone(name, gpus, tmp_path
     folder = new_recipe(str(CONFIGS / name), tmp_path / "pair", data="chats.jsonl", gpus=gpus)
     extract, train = load_recipe(str(folder), ExtractRecipe), load_recipe(str(folder), TrainRecipe)
     assert extract.cache == train.cache and extract.data.source == "chats.jsonl"
+    for file in ("extract.toml", "train.toml"):
+        for command in re.findall("^#   dflash-offline [a-z]+ ([^ ]+)", (folder / file).read_text(), re.MULTILINE):
+            assert command == str(folder), "a command in the comments must find this pair"
     assert extract.target.layer_ids == EXPECTED[name][3]
     assert extract.run.gpus == train.training.gpus == ("0-7" if gpus == 8 else None)
     assert train.drafter.mask_token_id is None, "there is no tokenizer to find it in"

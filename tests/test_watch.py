@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from dflash_offline.errors import UsageError
 from dflash_offline.train import train
-from dflash_offline.watch import stage_of, watch
+from dflash_offline.watch import show, stage_of, watch
 from tests.train.made_up import make_cache, make_recipe
 
 
@@ -132,3 +133,17 @@ def test_wrong_use(tmp_path):
         watch(tmp_path, interval=0)
     with pytest.raises(UsageError, match="not a cache"):
         watch(tmp_path, console=Console(file=io.StringIO()))
+
+
+def test_status_says_everything_once_for_people(run):
+    """``status`` without options: the view itself, whole paths also where the output is narrow."""
+    console = Console(file=io.StringIO(), width=60)
+    status = show(run, console=console, clock=Clock())
+    text = console.file.getvalue()
+    assert text.startswith(f"finished  {run}\n") and "100.0 %" in text
+    assert re.search(rf"^loss +{status['loss']:.3f}", text, re.MULTILINE)
+    cache = Path(status["cache"])
+    console = Console(file=io.StringIO(), width=60)
+    status = show(cache, console=console, clock=Clock())
+    assert f"{status['target']}, layers" in console.file.getvalue()
+    assert "times smaller than bf16" in console.file.getvalue()

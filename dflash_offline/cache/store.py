@@ -353,7 +353,7 @@ class Cache:
             raise DFlashOfflineError(
                 f"extraction of {self.path} has set aside {len(aside)} of {self.num_shards} shards "
                 f"({_some(sorted(aside))}): {first[-1]}. Run `dflash-offline extract` again to retry them, or train "
-                "without them with --allow-set-aside (training.allow_set_aside)."
+                "without them with --set training.allow_set_aside=true."
             )
         return state
 

@@ -93,6 +93,7 @@ def _print_sample(
         align="left",
     )
     console.print(supervised_text(tokenizer, input_ids, loss_mask, colour=_has_colour(console)), soft_wrap=True)
+    console.print()
 
 
 def _has_colour(console: Console) -> bool:

@@ -104,7 +104,10 @@ class RowReader:
     def row_id(self, row: Any) -> str | None:
         """The row's own id, None where it has none."""
         value = self._get(row, "id") if isinstance(row, dict) else None
-        return None if value is None else str(value)
+        try:
+            return None if value is None else str(value).encode("utf-8", "replace").decode()
+        except RecursionError:
+            return None
 
     def read(self, row: Any) -> Conversation | PlainText | GivenTokens:
         """What the row holds.
@@ -117,11 +120,12 @@ class RowReader:
         for kind, roles in FORMAT_COLUMNS.items():
             if self.format in ("auto", kind) and all(self._get(row, role) is not None for role in roles):
                 return getattr(self, f"_{kind}")(row)
-        wanted = self.format if self.format == "auto" else " and ".join(map(self._names, FORMAT_COLUMNS[self.format]))
+        kinds = FORMAT_COLUMNS if self.format == "auto" else (self.format,)
+        wanted = "; or ".join(" with ".join(map(self._names, FORMAT_COLUMNS[kind])) for kind in kinds)
         raise RowDropped(
             "unknown-columns",
-            f"the row's columns are {sorted(row)}; none fit ({wanted}). Name them, e.g. --set "
-            "data.columns.messages=NAME, or columns.prompt and columns.response",
+            f"the row's columns are {sorted(row)}; wanted: {wanted}. Name them with --set "
+            "data.columns.messages=NAME, or data.columns.prompt=NAME and data.columns.response=NAME",
         )
 
     def _names(self, role: str) -> str:
@@ -153,6 +157,7 @@ class RowReader:
             raise RowDropped("broken-row", f"text is of type {type(text).__name__}")
         if not text:
             raise RowDropped("nothing-supervised", "empty text")
+        _check_characters(text)
         return PlainText(text)
 
     def _messages(self, row: dict[str, Any], role: str = "messages") -> Conversation:
@@ -164,7 +169,8 @@ class RowReader:
     def _prompt_response(self, row: dict[str, Any]) -> Conversation:
         prompt, response = self._get(row, "prompt"), self._get(row, "response")
         extra = row.get("input")
-        if "prompt" not in self.columns and prompt is row.get("instruction") and extra and response is not extra:
+        alpaca = "prompt" not in self.columns and prompt is row.get("instruction") and response is not extra
+        if alpaca and extra and isinstance(prompt, str) and isinstance(extra, str):
             prompt = f"{prompt}\n\n{extra}"  # Alpaca: the instruction, and what it is about
         messages = []
         for value, role in ((prompt, "user"), (response, "assistant")):
@@ -179,7 +185,21 @@ class RowReader:
         system = self._get(row, "system")
         if isinstance(system, str) and system and not (messages and messages[0]["role"] == "system"):
             messages.insert(0, {"role": "system", "content": system})
-        return Conversation(_ordered(messages), _tools(self._get(row, "tools")))
+        tools = _tools(self._get(row, "tools"))
+        try:
+            _check_characters(json.dumps([messages, tools], ensure_ascii=False, default=str))
+        except RecursionError:
+            raise RowDropped("broken-row", "nested too deeply") from None
+        return Conversation(_ordered(messages), tools)
+
+
+def _check_characters(text: str) -> None:
+    """Refuse text that no tokenizer takes and no file holds: JSON may spell half of a character, as ``\\ud83d``."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start : error.end].encode("unicode_escape").decode()
+        raise RowDropped("broken-text", f"{half} is half of a character: the text was cut inside an emoji") from None
 
 
 def _message_list(value: Any) -> list[Any]:
@@ -194,7 +214,7 @@ def _list_or_text(value: str, role: str) -> list[Any]:
     """A prompt that looks like JSON messages, taken as plain text where it is not."""
     try:
         parsed = json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         parsed = None
     if isinstance(parsed, list) and parsed and all(isinstance(m, dict) and "content" in m for m in parsed):
         return parsed
@@ -217,7 +237,10 @@ def _message(item: Any) -> dict[str, Any]:
     if isinstance(rest.get("tool_calls"), str):
         rest["tool_calls"] = _from_json(rest["tool_calls"], "tool_calls")
     if "tool_calls" in rest:
-        rest["tool_calls"] = [_tool_call(call) for call in rest["tool_calls"] or []]
+        calls = rest["tool_calls"]
+        if not isinstance(calls, list):
+            raise RowDropped("broken-row", f"tool_calls are of type {type(calls).__name__}, not a list")
+        rest["tool_calls"] = [_tool_call(call) for call in calls]
         if not rest["tool_calls"]:
             del rest["tool_calls"]
     return {"role": role, "content": _content(item.get("content", item.get("value"))), **rest}
@@ -243,7 +266,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
     if isinstance(call.get("arguments"), str):
         try:
             arguments = json.loads(call["arguments"])
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return call
         return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
     return call
@@ -256,6 +279,8 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
         value = [value]
     if not value:
         return None
+    if not isinstance(value, list):
+        raise RowDropped("broken-row", f"tools are of type {type(value).__name__}, not a list")
     tools = [_from_json(tool, "tools") if isinstance(tool, str) else tool for tool in value]
     if not all(isinstance(tool, dict) for tool in tools):
         raise RowDropped("broken-row", "tools must be a list of JSON schemas")
@@ -265,7 +290,7 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
 def _from_json(text: str, what: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise RowDropped("broken-row", f"{what} is text but not JSON: {error}") from None
 
 

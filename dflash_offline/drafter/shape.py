@@ -141,6 +141,15 @@ class DrafterShape:
         missing = [key for key in _REQUIRED if key not in config] + ([] if block_size else ["block_size"])
         if missing:
             raise UsageError(f"config.json of the drafter lacks {', '.join(missing)}")
+        try:
+            return cls._of_hf_config(config, dflash, block_size)
+        except (TypeError, ValueError, AttributeError, ZeroDivisionError, OverflowError) as error:
+            raise UsageError(
+                f"config.json of the drafter holds a value of another kind than it must: {error}"
+            ) from None
+
+    @classmethod
+    def _of_hf_config(cls, config: dict[str, Any], dflash: dict[str, Any], block_size: Any) -> DrafterShape:
         num_layers = config["num_hidden_layers"]
         layer_types = tuple(config.get("layer_types") or (FULL,) * num_layers)
         theta, rope = rope_of(config)
@@ -160,8 +169,8 @@ class DrafterShape:
             sliding_window=config.get("sliding_window") if SLIDING in layer_types else None,
             rope_theta=theta,
             rope_parameters=rope,
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            max_position_embeddings=config.get("max_position_embeddings", 32768),
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            max_position_embeddings=int(config.get("max_position_embeddings", 32768)),
         )
 
 
@@ -236,11 +245,30 @@ def _default_layer_types(num_layers: int, window: int | None) -> list[str]:
     return [FULL] * num_layers if window is None else [SLIDING] * (num_layers - 1) + [FULL]
 
 
+_SIZES = (
+    "hidden_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "block_size",
+    "num_target_layers",
+    "vocab_size",
+)
+
+
 def _check(shape: DrafterShape) -> None:
     def need(condition: bool, message: str) -> None:
         if not condition:
             raise UsageError(f"drafter shape: {message}")
 
+    for name in _SIZES:
+        size = getattr(shape, name)
+        need(isinstance(size, int) and size > 0, f"{name} ({size!r}) must be a whole number above 0")
+    for token_or_layer in (shape.mask_token_id, *shape.target_layer_ids):
+        need(isinstance(token_or_layer, int), f"{token_or_layer!r} is no token or layer id: ids are whole numbers")
+    need(shape.sliding_window is None or isinstance(shape.sliding_window, int), "sliding_window is no whole number")
     need(
         shape.num_heads % shape.num_kv_heads == 0,
         f"num_heads ({shape.num_heads}) must be a multiple of num_kv_heads ({shape.num_kv_heads}); "

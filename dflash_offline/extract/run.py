@@ -226,7 +226,7 @@ def _extract_missing(
         raise DFlashOfflineError(
             f"{len(supervisor.set_aside)} of {cache.num_shards} shards failed {MAX_FAILURES} times and are set aside; "
             f"everything else is in the cache. Tracebacks are in {failures.folder}. Run the same command again to "
-            f"retry them, or train without them (training.allow_set_aside).{reasons}"
+            f"retry them, or train without them (--set training.allow_set_aside=true).{reasons}"
         )
     return meter.mean_tokens_per_second()
 

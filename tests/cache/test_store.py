@@ -277,7 +277,7 @@ class TestTrainable:
         cache = make_cache(tmp_path / "cache")
         fill(cache, list(range(1, cache.num_shards)))
         cache.write_state(State(finished=True, set_aside=[SetAside(shard=0, error="Traceback\nValueError: boom")]))
-        with pytest.raises(DFlashOfflineError, match=r"set aside 1 of .*shard 0.*boom.*allow-set-aside"):
+        with pytest.raises(DFlashOfflineError, match=r"set aside 1 of .*shard 0.*boom.*training.allow_set_aside=true"):
             cache.require_trainable()
         assert [item.shard for item in cache.require_trainable(allow_set_aside=True).set_aside] == [0]
 

@@ -1,9 +1,12 @@
 """Every shape of row gives the conversation, text or ids that it says, or a reason."""
 
+import contextlib
 import json
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dflash_offline.config import DataConfig
 from dflash_offline.conversations.rows import Conversation, GivenTokens, PlainText, RowDropped, RowReader
@@ -123,6 +126,11 @@ def test_format_chooses_among_several_shapes():
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "broken-row"),
         ({"messages": CHAT, "tools": "{not json"}, "broken-row"),
         ({"messages": CHAT, "tools": ["3"]}, "broken-row"),
+        ({"messages": CHAT, "tools": 3}, "broken-row"),
+        ({"messages": [CHAT[0], {**CHAT[1], "tool_calls": 5}]}, "broken-row"),
+        ({"messages": "[" * 100_000}, "broken-row"),
+        ({"messages": [CHAT[0], {"role": "assistant", "content": "cut here: \ud83d"}]}, "broken-text"),
+        ({"text": "cut here: \ud83d"}, "broken-text"),
         ({"messages": [{"role": "critic", "content": "?"}]}, "unknown-role"),
         ({"messages": []}, "no-assistant-turn"),
         ({"messages": CHAT[:1]}, "no-assistant-turn"),
@@ -160,3 +168,30 @@ def test_wrong_column_settings_are_wrong_use():
         read({}, columns={"message": "x"})
     with pytest.raises(UsageError, match="several formats"):
         read({}, columns={"messages": "x", "text": "y"})
+
+
+KEYS = "messages conversations prompt response instruction input output text input_ids loss_mask tools system id"
+speakers = st.sampled_from(["user", "assistant", "system", "tool", "human", "gpt"]) | st.none() | st.integers()
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["\ud800", "[{", "{}", "[5]"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "from", "content", "value", "tool_calls", "function"]), inner)
+        | st.fixed_dictionaries({"role": speakers, "content": inner}, optional={"tool_calls": inner})
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.sampled_from(KEYS.split()), anything, min_size=1, max_size=4))
+@settings(deadline=None, max_examples=300)
+def test_any_json_is_read_or_dropped_with_a_reason(row):
+    reader = RowReader.from_config(DataConfig(source="x"))
+    with contextlib.suppress(RowDropped):
+        reader.read(row)
+    (reader.row_id(row) or "").encode()

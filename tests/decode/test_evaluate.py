@@ -239,3 +239,11 @@ def test_wrong_requests(job, llama, llama_drafter, tmp_path):
         evaluate(job.drafter, target=job.target)
     with pytest.raises(UsageError, match="another target"):
         evaluate(job.drafter, target=llama, prompts=[[5]])
+    with pytest.raises(UsageError, match="is a folder"):
+        evaluate(job.drafter, target=job.target, prompts=job.prompts, out=tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        evaluate(job.drafter, target=job.target, prompts=job.prompts, out=tmp_path / "file" / "report.json")
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(UsageError, match="not a DFlash drafter"):
+        evaluate(folder, target=TargetConfig(model=str(tmp_path)), prompts=[[5]])

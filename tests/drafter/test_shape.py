@@ -168,3 +168,17 @@ def test_the_arithmetic_of_the_27b_drafter_is_what_was_worked_out_by_hand() -> N
     assert shape.training_flops(1, 0) / 1e12 == pytest.approx(0.230, abs=5e-4)
     assert shape.training_flops(0, 1000) / 1e12 == pytest.approx(0.84, abs=2e-3)
     assert shape.training_flops(512, 4096) / 1e12 == pytest.approx(122, rel=0.01)
+
+
+@pytest.mark.parametrize("value", [None, "x", -1, 0, 1.5, [], {}, [1], {"a": 1}, True])
+def test_a_published_config_with_any_value_gives_a_shape_or_is_wrong_use(value: Any) -> None:
+    config = tiny_shape().to_hf_config()
+    places = [(config, key) for key in config] + [(config["dflash_config"], key) for key in config["dflash_config"]]
+    for table, key in places:
+        before, table[key] = table[key], value
+        try:
+            DrafterShape.from_hf_config(config)
+        except UsageError as error:
+            assert str(error)
+        table[key] = before
+    assert DrafterShape.from_hf_config(config).num_layers == 2
