@@ -68,12 +68,11 @@ def export_drafter(source: Path | str, out: Path | str, *, dtype: str = "bfloat1
     check_rope(shape, target["config"])
     weights = checkpoint.weights()
     _check_tensors(shape, weights, checkpoint.path)
-    bad = sorted(name for name, tensor in weights.items() if not bool(torch.isfinite(tensor).all()))
-    if bad:
-        raise DFlashOfflineError(
-            f"{checkpoint.path}: {len(bad)} tensors hold NaN or infinity ({', '.join(bad[:3])} …): training diverged. "
-            "Export an earlier checkpoint, or train again with a lower optimizer.learning_rate"
-        )
+    _check_finite(
+        weights,
+        checkpoint.path,
+        "training diverged. Export an earlier checkpoint, or train again with a lower optimizer.learning_rate",
+    )
     tensors = {name: tensor.to(getattr(torch, dtype)).contiguous() for name, tensor in weights.items()}
     config = exported_config(shape, dtype, target["heads_info"])
     # relative: a published folder tells nothing of the machine's other folders
@@ -146,7 +145,7 @@ def load_drafter(
 
     Raises:
         UsageError: the folder is no DFlash drafter's.
-        DFlashOfflineError: tensors are missing, unknown or of another shape.
+        DFlashOfflineError: tensors are missing, unknown, of another shape, or hold NaN.
     """
     from dflash_offline.drafter.model import DFlashDrafter
 
@@ -159,6 +158,7 @@ def load_drafter(
     for file in files:
         tensors |= read_tensors(file, device)
     _check_tensors(shape, tensors, folder)
+    _check_finite(tensors, folder, "the files were damaged or the training diverged. Export the drafter again")
     drafter = DFlashDrafter(shape, device="meta", seed=None)
     drafter.load_state_dict(tensors, assign=True)
     drafter.to(dtype or next(iter(tensors.values())).dtype)
@@ -223,6 +223,12 @@ def _check_tensors(shape: DrafterShape, tensors: dict[str, Tensor], where: Path)
         raise DFlashOfflineError(
             f"{where}: the tensors are not those of a DFlash drafter of this config: {'; '.join(problems[:5])}{more}"
         )
+
+
+def _check_finite(tensors: dict[str, Tensor], where: Path, mend: str) -> None:
+    bad = sorted(name for name, tensor in tensors.items() if not bool(tensor.isfinite().all()))
+    if bad:
+        raise DFlashOfflineError(f"{where}: {len(bad)} tensors hold NaN or infinity ({', '.join(bad[:3])} …): {mend}")
 
 
 def _provenance(checkpoint: Checkpoint, target: dict[str, Any], dtype: str) -> dict[str, Any]:

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash_offline.cache.files import remove_leftovers, write_atomic
 from dflash_offline.config import DrafterConfig, TargetConfig
 from dflash_offline.errors import DFlashOfflineError, UsageError
 
 LAYERS = 5
 BLOCK = 16
+CPU_LENGTH = 1024
 SHARD_BYTES = 512e6
 INT8_BYTES = 1 + 2 / 64
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
@@ -67,20 +69,29 @@ def new_recipe(target: str, out: Path | None = None, data: str | None = None, gp
     texts = {"extract.toml": "", "train.toml": ""}
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; name a folder with --out")
-    there = [file for file in texts if (folder / file).exists()]
-    if there:
-        raise UsageError(
-            f"{folder} already holds {' and '.join(there)}, which are never overwritten: choose another --out"
-        )
+    if all((folder / file).exists() for file in texts):
+        raise _already_there(folder, list(texts))
     facts = target_facts(target, name)
     recipe = shlex.quote(str(folder))
     texts["extract.toml"] = extract_text(facts, data or f"data/{name}.jsonl", gpus, recipe)
     texts["train.toml"] = train_text(facts, gpus, recipe)
+    # a half that an interrupted call wrote is what would be written now
+    others = [
+        file for file, text in texts.items() if (path := folder / file).exists() and path.read_bytes() != text.encode()
+    ]
+    if others:
+        raise _already_there(folder, others)
     folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
     for file, text in texts.items():
-        with (folder / file).open("x") as stream:
-            stream.write(text)
+        write_atomic(folder / file, text.encode())
     return folder
+
+
+def _already_there(folder: Path, files: list[str]) -> UsageError:
+    return UsageError(
+        f"{folder} already holds {' and '.join(files)}, which are never overwritten: choose another --out"
+    )
 
 
 def recipe_name(target: str) -> str:
@@ -161,8 +172,11 @@ def estimate_parameters(config: dict[str, Any]) -> float:
     return float(embeddings + layers * (attention + 3 * hidden * width * experts))
 
 
-def extract_sizes(config: dict[str, Any], layers: int) -> dict[str, int]:
-    """max_length, shard_tokens and batch_tokens: shards below half a gigabyte, passes that fit beside the weights."""
+def extract_sizes(config: dict[str, Any], layers: int, gpus: int) -> dict[str, int]:
+    """max_length, shard_tokens and batch_tokens: shards below half a gigabyte, passes that fit beside the weights.
+
+    Without a GPU everything is short: a CPU's attention takes memory with the square of a row's length.
+    """
     token_bytes = layers * config["hidden_size"] * INT8_BYTES
     shard_tokens = 16384
     while shard_tokens > 4096 and shard_tokens * token_bytes > SHARD_BYTES:
@@ -170,13 +184,19 @@ def extract_sizes(config: dict[str, Any], layers: int) -> dict[str, int]:
     size = estimate_parameters(config)
     batch_tokens = 65536 if size < 1e9 else 32768 if size < 10e9 else 16384
     longest = config.get("max_position_embeddings") or 4096
-    return {"max_length": min(4096, longest), "shard_tokens": shard_tokens, "batch_tokens": batch_tokens}
+    if not gpus:
+        shard_tokens, batch_tokens = 4096, 4096
+    return {
+        "max_length": min(4096 if gpus else CPU_LENGTH, longest),
+        "shard_tokens": shard_tokens,
+        "batch_tokens": batch_tokens,
+    }
 
 
 def extract_text(facts: RecipeFacts, data: str, gpus: int, recipe: str) -> str:
     """Content of ``extract.toml``; ``recipe`` is how the command line names the pair's folder."""
     layers = len(facts.layer_ids)
-    sizes = extract_sizes(facts.config, layers)
+    sizes = extract_sizes(facts.config, layers, gpus)
     token_bytes = layers * facts.config["hidden_size"] * INT8_BYTES
     attention = ""
     if facts.config.get("model_type") == "gpt_oss":
@@ -211,7 +231,7 @@ encoding = "{encoding}"            # {why}
 shard_tokens = {sizes["shard_tokens"]}        # one job, one object: {sizes["shard_tokens"] * token_bytes / 1e6:.0f} MB
 
 [run]
-batch_tokens = {sizes["batch_tokens"]}        # of one forward pass; lower it when the GPU's memory does not suffice
+batch_tokens = {sizes["batch_tokens"]}        # of one forward pass; lower it when memory does not suffice
 {_gpus_line(gpus, "one replica of the target each; the whole target must fit on one")}"""
 
 
@@ -232,7 +252,8 @@ def train_text(facts: RecipeFacts, gpus: int, recipe: str) -> str:
             "# Left out, it is searched when training starts: a row of the embedding that stands for nothing else."
         )
     small = shape.num_parameters < 100e6
-    context = max(4096, extract_sizes(facts.config, len(facts.layer_ids))["max_length"])
+    longest = extract_sizes(facts.config, len(facts.layer_ids), gpus)["max_length"]
+    context, anchors, rows = (max(4096, longest), 512, 8) if gpus else (max(CPU_LENGTH, longest), 16, 2)
     rate = "2e-3" if small else "6e-4"
     return f"""\
 # Stage two for {_comment(facts.model)}: a drafter of {shape.num_parameters / 1e6:,.0f} M parameters.
@@ -252,8 +273,8 @@ intermediate_size = {sizes["intermediate_size"]}
 
 [rows]
 context_tokens = {context}        # whole documents are packed into rows of this size; at least data.max_length
-anchors_per_document = 512    # draft blocks trained of a document in each epoch
-rows_per_step = 8             # {8 * context:,} tokens a step, whatever the number of GPUs
+anchors_per_document = {anchors:<6} # draft blocks trained of a document in each epoch
+rows_per_step = {rows}             # {rows * context:,} tokens a step, whatever the number of GPUs
 
 [loss]
 name = "ce"                   # as published; "d-pace" (arXiv 2605.18810) did better on SmolLM2-135M

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -167,6 +168,29 @@ def test_nan_weights_are_refused_by_name(tmp_path):
     with pytest.raises(DFlashOfflineError, match=r"NaN or infinity \(norm\.weight"):
         export_drafter(tmp_path / "run", tmp_path / "drafter")
     assert not (tmp_path / "drafter").exists()
+
+
+def test_a_folder_with_nan_weights_is_not_loaded(tmp_path):
+    make_run(tmp_path / "run")
+    folder = export_drafter(tmp_path / "run", tmp_path / "drafter")
+    weights = load_file(folder / "model.safetensors")
+    weights["norm.weight"][0] = float("inf")
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(DFlashOfflineError, match=r"NaN or infinity \(norm\.weight.*Export the drafter again"):
+        load_drafter(folder)
+    (folder / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(DFlashOfflineError, match=r"damaged or no safetensors file"):
+        load_drafter(folder)
+
+
+@pytest.mark.parametrize("leftover", [".tmp-drafter-ab12_9", ".tmp-drafter~-ab12_9"])
+def test_what_a_killed_export_left_goes_with_the_next_one(tmp_path, leftover):
+    make_run(tmp_path / "run")
+    (tmp_path / leftover / "drafter").mkdir(parents=True)
+    os.utime(tmp_path / leftover, (1, 1))
+    for _ in range(2):
+        export_drafter(tmp_path / "run", tmp_path / "drafter")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["drafter", "run"]
 
 
 def test_wrong_requests(tmp_path):

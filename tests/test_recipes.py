@@ -124,6 +124,18 @@ def test_new_writes_a_valid_pair_from_a_configuration_alone(name, gpus, tmp_path
     assert 0.8 * published < shape.num_parameters * (8 / 5 if name == "gpt-oss-20b" else 1) < 1.25 * published
 
 
+def test_new_without_a_gpu_keeps_rows_small(tmp_path):
+    """With a GPU's sizes 60 short chats took 21 GB on a CPU: a thousand blocks of 16 in one masked row."""
+    folder = new_recipe(str(CONFIGS / "smollm2-135m"), tmp_path / "pair", gpus=0)
+    extract, train = load_recipe(str(folder), ExtractRecipe), load_recipe(str(folder), TrainRecipe)
+    assert extract.target.dtype == "float32"
+    assert extract.data.max_length <= train.rows.context_tokens <= 1024
+    shortest = 64  # tokens of a short document
+    queries = train.rows.context_tokens // shortest * train.rows.anchors_per_document * train.drafter.block_size
+    heads = train.drafter.num_heads
+    assert 4 * heads * queries * (queries + train.rows.context_tokens) < 1e9, "bytes of one layer's scores"
+
+
 def test_new_finds_the_mask_token_where_a_tokenizer_lies_beside_the_model(tmp_path):
     from tests.tiny_models import tiny_llama
 
@@ -136,6 +148,16 @@ def test_new_never_overwrites(tmp_path):
     with pytest.raises(UsageError, match=r"train.toml, which are never overwritten"):
         new_recipe(str(CONFIGS / "qwen3-4b"), tmp_path)
     assert (tmp_path / "train.toml").read_text() == "mine" and not (tmp_path / "extract.toml").exists()
+
+
+def test_new_goes_on_with_the_half_that_an_interrupted_call_wrote(tmp_path):
+    new_recipe(str(CONFIGS / "qwen3-4b"), tmp_path)
+    whole = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    (tmp_path / "train.toml").unlink()
+    new_recipe(str(CONFIGS / "qwen3-4b"), tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == whole
+    with pytest.raises(UsageError, match="never overwritten"):
+        new_recipe(str(CONFIGS / "qwen3-4b"), tmp_path)
 
 
 def test_new_refuses_what_is_no_target_and_leaves_nothing(tmp_path):

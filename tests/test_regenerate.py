@@ -19,6 +19,7 @@ from dflash_offline.config import DataConfig, TargetConfig
 from dflash_offline.conversations.rows import Conversation, RowDropped, RowReader
 from dflash_offline.errors import DFlashOfflineError, UsageError
 from dflash_offline.regenerate import AnswerSettings, FetchSettings, regenerate
+from dflash_offline.regenerate.journal import Journal
 from dflash_offline.regenerate.rewrite import Answer, Rewrite, read_conversation, split_reasoning
 from dflash_offline.regenerate.server import chat_url
 
@@ -421,3 +422,29 @@ def test_the_output_loads_into_prepare(server, tmp_path):
     assert corpus.ids == ["c0", "c1", "c2", "c3"] and not corpus.dropped
     ids, mask = corpus.sample(2)
     assert tokenizer.decode(ids[mask.astype(bool)]) == "re: question 2<|im_end|>"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_disk_that_takes_a_line_in_parts_gets_all_of_it_or_says_that_it_is_full(tmp_path, whole):
+    out = tmp_path / "answers.jsonl"
+    with Journal(out, {}) as journal:
+        real = journal._files[0]
+
+        class Parts:
+            fileno, close = real.fileno, real.close
+
+            def write(self, data):
+                if not whole and real.tell():
+                    raise OSError(28, "No space left on device")
+                return real.write(data[:10])
+
+        journal._files[0] = Parts()
+        row = {"row": 3, "messages": chat("a question", "an answer")}
+        if whole:
+            journal.add(row)
+        else:
+            with pytest.raises(DFlashOfflineError, match="no space left while writing"):
+                journal.add(row)
+    with Journal(out, {}) as journal:
+        assert journal.settled(3) is whole
+    assert out.read_bytes().endswith(b"\n") if whole else not out.read_bytes()

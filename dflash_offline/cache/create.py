@@ -56,6 +56,11 @@ def check_cache_folder(path: Path) -> bool:
     # killed before the marker got its name, a preparation leaves the marker's temporary file and nothing else
     begun = f"{TEMPORARY_PREFIX}{PREPARING}-"
     names = {entry.name for entry in path.iterdir() if entry.name != LOCKS and not entry.name.startswith(begun)}
+    if {ARRAYS, RECEIPTS} <= names and PREPARING not in names:
+        raise UsageError(
+            f"{path} looks like a cache that lost its {MANIFEST}: put that file back from a copy. To make a new cache, "
+            "name a folder that does not exist yet"
+        )
     if names and PREPARING not in names:
         raise UsageError(
             f"the cache path {path} is some other folder: it is not empty ({', '.join(sorted(names)[:5])}) and holds "

@@ -193,9 +193,16 @@ class Cache:
         return json.loads(self.target_file("config.json").read_bytes())
 
     def tokenizer(self) -> Any:
-        """The target's tokenizer."""
+        """The target's tokenizer.
+
+        Raises:
+            DamagedFile: a file of it is missing or does not match the manifest.
+        """
         from transformers import AutoTokenizer
 
+        for name in self.manifest.files:
+            if name.startswith(f"{TARGET}/") and not name.endswith(".safetensors"):
+                self.target_file(name.removeprefix(f"{TARGET}/"))
         return AutoTokenizer.from_pretrained(self.path / TARGET)
 
     # Hidden states

@@ -113,10 +113,10 @@ class Journal:
         write_json_atomic(self.settings_path, {**self.sidecar, "finished": True, "summary": summary})
 
     def _write(self, number: int, line: bytes) -> None:
+        rest = memoryview(line)
         with no_space_explained(self.out):
-            written = self._files[number].write(line)
-        if written != len(line):
-            raise DFlashOfflineError(f"{self.out}: only {written} of {len(line)} bytes of a row were written")
+            while rest:  # a disk that fills up takes a part first and says so at the next write
+                rest = rest[self._files[number].write(rest) :]
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self.flush()
 

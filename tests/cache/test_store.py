@@ -294,6 +294,13 @@ class TestCreate:
             create(tmp_path)
         assert os.listdir(tmp_path) == ["thesis.tex"]
 
+    def test_a_cache_that_lost_its_manifest_is_not_to_be_emptied(self, tmp_path):
+        cache = make_cache(tmp_path / "cache")
+        (cache.path / "manifest.json").unlink()
+        with pytest.raises(UsageError, match=r"lost its manifest.json: put that file back") as caught:
+            create(tmp_path / "cache")
+        assert "empty" not in str(caught.value)
+
     def test_a_file_in_its_place_is_refused(self, tmp_path):
         (tmp_path / "cache").write_text("")
         with pytest.raises(UsageError, match="is a file"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dflash_offline import conversations
-from dflash_offline.cache import Cache, CacheLock, LockHeld
+from dflash_offline.cache import Cache, CacheLock, DamagedFile, LockHeld
 from dflash_offline.errors import UsageError
 from dflash_offline.extract import prepare
 from tests.extract.extract_helpers import CONVERSATIONS
@@ -47,6 +47,9 @@ def test_a_prepared_cache_holds_the_corpus_the_target_folder_and_where_it_came_f
     assert said[0] in answer
     assert cache.missing_shards() == list(range(cache.num_shards))
     assert not list(tmp_path.glob(".*preparing*"))
+    (cache.path / "target" / "tokenizer.json").write_text('{"cut')
+    with pytest.raises(DamagedFile, match=r"tokenizer.json is missing or does not match"):
+        cache.tokenizer()
 
 
 def test_an_untouched_recipe_finds_its_cache_without_reading_anything_again(own_inputs, monkeypatch):
