@@ -304,6 +304,7 @@ class RowFeed:
     def _copy(self, row: _HostRow) -> None:
         import torch
 
+        assert self._copies is not None  # rows are copied on a GPU only
         buffer = self._free_device.popleft()
         with torch.cuda.stream(self._copies):
             if buffer.free_after is not None:

@@ -142,9 +142,11 @@ def launch(
 def _start(
     recipe: TrainRecipe, environment: dict[str, str], token: str | None, warm: str | None, progress: bool, context: str
 ) -> _Child:
+    from dflash_offline.train.compiled import start_method
+
     ours, theirs = multiprocessing.Pipe()
     rank = int(environment["RANK"])
-    process = multiprocessing.get_context(context).Process(
+    process = start_method(context).Process(
         target=replica_main,
         args=(recipe, environment, theirs, token, warm, progress and rank == 0, _log_level(rank)),
         name=f"replica {rank}",

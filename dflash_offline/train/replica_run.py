@@ -281,6 +281,7 @@ class ReplicaRun:
             losses.append(output.loss.detach())
             rows.append(row.counts)
             self.interval.sums.add(output, row.anchor_keep)
+        assert counts is not None  # a step has a row, and its first row sets them
         norm = clip_gradients(self.model, self.recipe.optimizer.clip_norm)
         self.optimizer.step()
         self.interval.add_step(losses, norm, rows, counts, rate)
@@ -297,7 +298,7 @@ class ReplicaRun:
         """Gradients of a step's rows add up here; only the last backward pass exchanges them."""
         if last or self.replicas.world == 1:
             return contextlib.nullcontext()
-        return self.step.trained.no_sync()  # type: ignore[operator,return-value]
+        return self.step.trained.no_sync()  # type: ignore[operator]
 
     def _log_interval(self, done: int) -> StepEntry:
         self._check_finite(done)
