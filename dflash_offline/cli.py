@@ -134,15 +134,18 @@ def train(
     recipe: TrainRecipeArgument,
     set: TrainSetOption = [],  # noqa: B006
     gpus: Annotated[str | None, typer.Option(help="GPUs, one drafter replica each, e.g. 5-7.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Train while extraction runs, from shards as they are finished.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
-    """Train a drafter from a finished cache; run it again to resume, on any number of GPUs. Runs under torchrun too.
+    """Train a drafter from a cache; run it again to resume, on any number of GPUs. Runs under torchrun too.
 
     Example: dflash-offline train smollm2-135m --gpus 5-7 --set training.epochs=12
     """
     from dflash_offline.train import train as run_train
 
-    overrides = [*set, f'training.gpus="{gpus}"'] if gpus else set
+    overrides = [*set, *([f'training.gpus="{gpus}"'] if gpus else []), *(["training.follow=true"] if follow else [])]
     answer = run_train(load_recipe(recipe, TrainRecipe, overrides), progress=sys.stderr.isatty())
     if os.environ.get("RANK", "0") == "0":
         _print(answer, json)

@@ -201,6 +201,9 @@ class TrainRunConfig(Strict):
         ["tensorboard"], description="Where the numbers of the log are shown too; wandb needs the extra of that name."
     )
     allow_set_aside: bool = False
+    follow: bool = Field(
+        False, description="Train while extraction runs: take shards as they are finished, and wait for more."
+    )
 
 
 class TrainRecipe(Strict):

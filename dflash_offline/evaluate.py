@@ -115,6 +115,7 @@ def evaluate(
     stop_ids = target_stop_ids(target, tokenizer)
     samples = None
     if prompts is None:
+        assert opened is not None  # else refused above
         samples = heldout_samples(opened, count, seed)
         token_ids = cache_prompts(opened, samples)
     elif isinstance(prompts, (str, Path)):

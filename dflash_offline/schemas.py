@@ -21,6 +21,7 @@ MODELS = {
     "state": ("dflash_offline.cache.state", "State"),
     "environment": ("dflash_offline.environment", "Environment"),
     "run-log-entry": ("dflash_offline.train.metrics", "RunLogEntry"),
+    "order-wave": ("dflash_offline.train.order_log", "Wave"),
 }
 
 

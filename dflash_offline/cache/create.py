@@ -208,7 +208,7 @@ def _write_tokens(
     from tqdm import tqdm
 
     object_rows = specs[0].object_rows
-    sources = {"input_ids": corpus.input_ids, "loss_mask": corpus.loss_mask}
+    sources: dict[str, np.ndarray] = {"input_ids": corpus.input_ids, "loss_mask": corpus.loss_mask}
     offsets = np.asarray(corpus.offsets)
     files = {}
     count = -(-plan.num_rows // object_rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 
@@ -52,10 +52,10 @@ class Plan:
     @property
     def sha256(self) -> str:
         """SHA-256 over the three numbers as int64 and order, shard, start, length, split, all little endian."""
-        digest = hashlib.sha256(np.array([self.shard_tokens, self.num_shards, self.num_heldout_shards], "<i8"))
+        digest = hashlib.sha256(np.array([self.shard_tokens, self.num_shards, self.num_heldout_shards], "<i8").data)
         columns = (self.order, self.shard, self.start, self.length, self.split)
         for array, dtype in zip(columns, ("<i8", "<i4", "<i8", "<i4", "u1"), strict=True):
-            digest.update(np.ascontiguousarray(array, dtype))
+            digest.update(np.ascontiguousarray(array, dtype).data)
         return digest.hexdigest()
 
     def shard_bounds(self) -> np.ndarray:
@@ -71,6 +71,10 @@ class Batch(NamedTuple):
     padded_length: int
 
 
+@overload
+def padded_length(length: int) -> int: ...
+@overload
+def padded_length(length: np.ndarray) -> np.ndarray: ...
 def padded_length(length: int | np.ndarray) -> int | np.ndarray:
     """``length`` rounded up to six significant bits: 32 lengths an octave, at most 3.1 % and on average 1.1 % longer.
 

@@ -7,7 +7,6 @@ and resuming need of all of them is read from a few columns, without parsing any
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import re
@@ -18,18 +17,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from dflash_offline.cache.files import (
     DamagedFile,
     canonical_json,
     fsync_dir,
-    load_sealed,
-    sha256_bytes,
     with_self_sha256,
     write_atomic,
 )
+from dflash_offline.cache.receipt_pack import SUMMARY, Pack, pack_paths, summary_row, write_pack
 from dflash_offline.cache.receipts import Receipt, parse_receipt, receipt_name
 
 logger = logging.getLogger(__name__)
@@ -37,22 +34,8 @@ logger = logging.getLogger(__name__)
 RECEIPTS = "receipts"
 FOLD_AT = 1000
 MOST_PACKS = 32
-SUMMARY = pa.schema(
-    [
-        ("shard", pa.int32()),
-        ("tokens", pa.int64()),
-        ("samples", pa.int32()),
-        ("dropped", pa.int32()),
-        ("bytes", pa.int64()),
-        ("started_at", pa.float64()),
-        ("finished_at", pa.float64()),
-        ("worker", pa.string()),
-    ]
-)
-_ROW_GROUP = 512
 _READ_BYTES = 1 << 16
 _LOOSE = re.compile(r"\d{6}\.json|[1-9]\d{6,}\.json")
-_PACK = re.compile(r"pack-([0-9a-f]{64})\.parquet")
 
 
 class ReceiptBook:
@@ -69,7 +52,7 @@ class ReceiptBook:
     def __init__(self, cache: Path, plan_sha256: str) -> None:
         self.folder = cache / RECEIPTS
         self.plan_sha256 = plan_sha256
-        self._open: dict[Path, _Pack] = {}
+        self._open: dict[Path, Pack] = {}
 
     def write(self, receipt: Receipt) -> Receipt:
         """Seal a receipt and write it; from then on its shard exists."""
@@ -112,9 +95,9 @@ class ReceiptBook:
 
     def packs(self) -> list[Path]:
         """Pack files, valid or not."""
-        return sorted(path for path in self.folder.glob("pack-*.parquet") if _PACK.fullmatch(path.name))
+        return pack_paths(self.folder)
 
-    def pack(self, path: Path) -> _Pack:
+    def pack(self, path: Path) -> Pack:
         """A pack, checked against the sha256 in its name once and kept (compressed, some 300 bytes a receipt).
 
         Raises:
@@ -122,10 +105,10 @@ class ReceiptBook:
             FileNotFoundError: it was merged into another.
         """
         if path not in self._open:
-            self._open[path] = _Pack(path)
+            self._open[path] = Pack(path)
         return self._open[path]
 
-    def each_pack(self) -> Iterator[tuple[Path, _Pack | DamagedFile]]:
+    def each_pack(self) -> Iterator[tuple[Path, Pack | DamagedFile]]:
         """Every pack, or why it cannot be read; starts over where a writer merges packs meanwhile."""
         done: set[Path] = set()
         again = True
@@ -135,7 +118,7 @@ class ReceiptBook:
                 if path in done:
                     continue
                 try:
-                    pack: _Pack | DamagedFile = self.pack(path)
+                    pack: Pack | DamagedFile = self.pack(path)
                 except FileNotFoundError:
                     again = True
                     continue
@@ -203,7 +186,7 @@ class ReceiptBook:
             try:
                 if (data := self._read_loose(shard)) is not None:
                     what = f"the receipt of shard {shard}"
-                    row = _summary_row(parse_receipt(data, shard, self.plan_sha256, what))
+                    row = summary_row(parse_receipt(data, shard, self.plan_sha256, what))
                     for column, value in zip(columns, row, strict=True):
                         column.append(value)
             except DamagedFile as error:
@@ -239,10 +222,10 @@ class ReceiptBook:
             except DamagedFile:
                 continue
             kept[shard] = data
-        packs = [path for path, pack in self.each_pack() if isinstance(pack, _Pack)]
+        packs = [path for path, pack in self.each_pack() if isinstance(pack, Pack)]
         merge = packs if len(packs) >= MOST_PACKS else []
         older = {shard: data for path in merge for shard, data in self.pack(path).receipts()}
-        written = self.write_pack({**older, **kept})
+        written = write_pack(self.folder, {**older, **kept})
         for shard in kept:
             loose[shard].unlink()
         for path in merge:
@@ -250,21 +233,6 @@ class ReceiptBook:
                 path.unlink()
         fsync_dir(self.folder)
         return len(kept)
-
-    def write_pack(self, receipts: dict[int, bytes]) -> Path | None:
-        """Write a pack of these receipts' bytes; None where there are none."""
-        if not receipts:
-            return None
-        shards = sorted(receipts)
-        parsed = [load_sealed(receipts[shard], f"receipt of shard {shard}") for shard in shards]
-        table = pa.table(list(zip(*map(_summary_row, parsed), strict=True)), schema=SUMMARY)
-        table = table.append_column("plan_sha256", pa.array([content["plan_sha256"] for content in parsed]))
-        table = table.append_column("receipt", pa.array([receipts[shard] for shard in shards], pa.binary()))
-        buffer = io.BytesIO()
-        pq.write_table(table, buffer, compression="zstd", row_group_size=_ROW_GROUP)
-        path = self.folder / f"pack-{sha256_bytes(buffer.getbuffer())}.parquet"
-        write_atomic(path, buffer.getbuffer())
-        return path
 
     def remove(self, shards: set[int]) -> None:
         """Take away receipts, so that their shards are extracted again. Only the holder of the lock may call this."""
@@ -274,7 +242,7 @@ class ReceiptBook:
             receipts = dict(pack.receipts())
             if shards.isdisjoint(receipts):
                 continue
-            kept = self.write_pack({shard: data for shard, data in receipts.items() if shard not in shards})
+            kept = write_pack(self.folder, {shard: data for shard, data in receipts.items() if shard not in shards})
             if kept != path:
                 path.unlink()
         for shard in shards:
@@ -282,55 +250,8 @@ class ReceiptBook:
         fsync_dir(self.folder)
 
 
-class _Pack:
-    """A pack in memory, as compressed as on disk."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise DamagedFile(f"{path} cannot be read: {error.strerror}") from None
-        match = _PACK.fullmatch(path.name)
-        if match is None or sha256_bytes(data) != match[1]:
-            raise DamagedFile(f"{path} is damaged: it does not match the sha256 in its name")
-        self.file = pq.ParquetFile(pa.BufferReader(data))
-        self.shards = self.file.read(columns=["shard"])["shard"].to_numpy()
-
-    def receipts(self) -> Iterator[tuple[int, bytes]]:
-        """Every receipt's bytes with its shard."""
-        for group in range(self.file.num_row_groups):
-            table = self.file.read_row_group(group, columns=["shard", "receipt"])
-            yield from zip(table["shard"].to_pylist(), table["receipt"].to_pylist(), strict=True)
-
-    def receipt(self, shard: int) -> bytes | None:
-        """One receipt's bytes, if it is here."""
-        place = int(np.searchsorted(self.shards, shard))
-        if place == len(self.shards) or self.shards[place] != shard:
-            return None
-        table = self.file.read_row_group(place // _ROW_GROUP, columns=["receipt"])
-        return table["receipt"][place % _ROW_GROUP].as_py()
-
-
 def _as_receipt(content: dict[str, Any], path: Path) -> Receipt:
     try:
         return Receipt.model_validate(content)
     except ValidationError as error:
         raise DamagedFile(f"{path} does not have the form of a receipt: {error}") from None
-
-
-def _summary_row(content: dict[str, Any]) -> tuple[Any, ...]:
-    """Values of ``SUMMARY`` for one receipt."""
-    run = content["run"]
-    worker = run.get("worker")
-    return (
-        content["shard"],
-        content["tokens"],
-        content["samples"],
-        len(content["dropped"]),
-        sum(stored["bytes"] for stored in content["objects"].values()),
-        run.get("started_at"),
-        run.get("finished_at"),
-        None if worker is None else str(worker),
-    )

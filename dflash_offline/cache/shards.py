@@ -12,7 +12,7 @@ import hashlib
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from itertools import product
 from pathlib import Path
@@ -72,7 +72,9 @@ def encode_object(rows: np.ndarray, spec: ArraySpec, pool: Executor, ahead: int 
     yield data + _crc32c(data)
 
 
-def _next_chunk(waiting: deque, index: np.ndarray, offset: int) -> Iterator[bytes]:
+def _next_chunk(
+    waiting: deque[tuple[tuple[int, ...], Future[bytes]]], index: np.ndarray, offset: int
+) -> Generator[bytes, None, int]:
     cell, future = waiting.popleft()
     data = future.result()
     index[cell] = (offset, len(data))
@@ -170,7 +172,12 @@ class ShardObject:
             inner = [(place, (layer, *cell)) for place, layer in enumerate(wanted) for cell in product(*rest)]
         tasks = [(block, place, cell) for block in blocks for place, cell in inner]
         run = map if pool is None else pool.map
-        for _ in run(lambda task: self._read_chunk(*task, rows, out, row_limit), tasks):
+
+        def read_chunk(task: tuple[int, int | None, tuple[int, ...]]) -> None:
+            block, place, cell = task
+            self._read_chunk(block, place, cell, rows, out, row_limit)
+
+        for _ in run(read_chunk, tasks):
             pass
         return out
 

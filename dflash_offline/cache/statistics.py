@@ -6,6 +6,7 @@ Hidden states captured wrongly are the quietest failure of such tools: training 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def layer_statistics(hidden_TLH: Tensor, decoded_TLH: Tensor) -> list[LayerStati
         return [LayerStatistics(**dict.fromkeys(names, 0.0)) for _ in range(L)]
     step = max(1, _PIECE_VALUES // (L * H))
     pieces = [(hidden_TLH[i : i + step].float(), decoded_TLH[i : i + step].float()) for i in range(0, T, step)]
-    energy_LH = sum(hidden.square().sum(0, dtype=torch.float64) for hidden, _ in pieces)
+    energy_LH = reduce(torch.add, (hidden.square().sum(0, dtype=torch.float64) for hidden, _ in pieces))
     peaks_LK = energy_LH.topk(min(_PEAKS, H - 1), dim=-1).indices
     parts = []
     for hidden, decoded in pieces:

@@ -51,6 +51,7 @@ def cache_status(path: Path | str, now: float | None = None) -> dict[str, Any]:
     stored, plain = _sum(done, "bytes"), tokens * layout.bf16_bytes_per_token
     running = lock_holders(path)
     mean_rate, recent_rate = _rates(done, now)
+    rate = recent_rate or mean_rate
     left = layout.num_tokens - tokens
     complete = num_done == layout.num_shards
     return {
@@ -81,7 +82,7 @@ def cache_status(path: Path | str, now: float | None = None) -> dict[str, Any]:
             "free_on_disk": shutil.disk_usage(path).free,
         },
         "tokens_per_second": {"mean": mean_rate, "recent": recent_rate},
-        "eta_seconds": left / (recent_rate or mean_rate) if running and left and (recent_rate or mean_rate) else None,
+        "eta_seconds": left / rate if running and left and rate else None,
         "workers": _workers(done),
         "set_aside": aside,
         "failures": _failures(path),

@@ -7,7 +7,6 @@ next ``extract`` makes exactly those again.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,16 +17,15 @@ from typing import Any
 import numpy as np
 
 from dflash_offline.cache.create import ARRAYS, leftovers
-from dflash_offline.cache.files import DamagedFile, load_sealed, sha256_file
+from dflash_offline.cache.files import DamagedFile, sha256_file
 from dflash_offline.cache.lock import LOCKS, CacheLock
 from dflash_offline.cache.manifest import MANIFEST, PREPARING
 from dflash_offline.cache.plan import Plan
+from dflash_offline.cache.receipt_pack import salvage_pack, write_pack
 from dflash_offline.cache.receipts import Receipt, parse_receipt
 from dflash_offline.cache.samples import SAMPLES
 from dflash_offline.cache.state import STATE, State
 from dflash_offline.cache.store import Cache, DamagedShard
-
-logger = logging.getLogger(__name__)
 
 FREE_FOLDERS = (LOCKS, "failures", "logs")
 _TOLERANCE = 1e-3
@@ -304,7 +302,7 @@ class _Verification:
         shards = {problem.shard for problem in self.report.problems if problem.shard is not None}
         for path in self.lost_receipts:
             if path.suffix == ".parquet":
-                cache.book.write_pack(salvage_pack(path, cache.manifest.identity.plan_sha256))
+                write_pack(cache.book.folder, salvage_pack(path, cache.manifest.identity.plan_sha256))
             path.unlink(missing_ok=True)
         cache.book.remove(shards)
         self.report.repaired = sorted(shards)
@@ -344,29 +342,3 @@ def decoded_differences(cache: Cache, receipt: Receipt) -> list[str]:
                 if not abs(was - now) <= _TOLERANCE * unit:
                     found.append(f"{name} of kept layer {place} is {now:g} where the receipt says {was:g}")
     return found
-
-
-def salvage_pack(path: Path, plan_sha256: str) -> dict[int, bytes]:
-    """Those receipts of a damaged pack that are whole, by shard: each carries its own checksum."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    kept: dict[int, bytes] = {}
-    try:
-        file = pq.ParquetFile(path)
-        groups = range(file.num_row_groups)
-    except (OSError, pa.ArrowException) as error:
-        logger.warning("%s cannot be read at all (%s): its shards are extracted again", path, error)
-        return kept
-    for group in groups:
-        try:
-            receipts = file.read_row_group(group, columns=["receipt"])["receipt"].to_pylist()
-        except (OSError, pa.ArrowException):
-            continue
-        for data in receipts:
-            try:
-                content = load_sealed(data, "a receipt")
-                kept[content["shard"]] = data if content["plan_sha256"] == plan_sha256 else b""
-            except (DamagedFile, KeyError, TypeError):
-                continue
-    return {shard: data for shard, data in kept.items() if data}

@@ -43,7 +43,7 @@ class DrafterContext:
         features = self.drafter.context_features(hidden_RND)
         rotary = self.drafter.rotary(positions_RN)
         rows = torch.arange(hidden_RND.shape[0], device=hidden_RND.device)[:, None]
-        for layer, (keys, values) in zip(self.drafter.layers, self._layers, strict=True):
+        for layer, (keys, values) in zip(self.drafter.draft_layers, self._layers, strict=True):
             new_keys, new_values = layer.self_attn.keys_values(features, rotary)
             keys[rows, :, positions_RN] = new_keys.transpose(1, 2)
             values[rows, :, positions_RN] = new_values.transpose(1, 2)
@@ -63,7 +63,7 @@ class DrafterContext:
         longest = int(anchors_R.max())
         masks = {kind: self._mask(kind, anchors_R, sizes_R, offsets, longest) for kind in set(shape.layer_types)}
         x = block_embeds_RBH
-        for layer, kind, (keys, values) in zip(self.drafter.layers, shape.layer_types, self._layers, strict=True):
+        for layer, kind, (keys, values) in zip(self.drafter.draft_layers, shape.layer_types, self._layers, strict=True):
             attention = layer.self_attn
             normed = layer.input_layernorm(x)
             block_keys, block_values = attention.keys_values(normed, rotary)
@@ -85,6 +85,7 @@ class DrafterContext:
         own = (offsets < sizes_R[:, None])[:, None, :].expand(-1, size, -1)
         if kind == SLIDING:
             window = self.drafter.shape.sliding_window
+            assert window is not None  # a shape with sliding layers has one
             sees = sees & (context > (anchors_R[:, None] + offsets)[:, :, None] - window)
             own = own & (offsets[None, :] <= offsets[:, None])
         # padding positions see themselves, so that no softmax is empty

@@ -38,6 +38,7 @@ class _RaggedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         positions, longest = self.owner.positions_RN, self.owner.longest
         rows = torch.arange(positions.shape[0], device=positions.device)[:, None]
+        assert self.keys is not None and self.values is not None  # initialised above
         self.keys[rows, :, positions] = key_states.transpose(1, 2)
         self.values[rows, :, positions] = value_states.transpose(1, 2)
         return self.keys[:, :, :longest], self.values[:, :, :longest]
@@ -98,6 +99,7 @@ class RaggedCache(Cache):
     def select(self, rows: Tensor) -> None:
         """Keep only these rows, in this order."""
         for layer in self.layers:
+            assert isinstance(layer, _RaggedLayer) and layer.keys is not None and layer.values is not None
             layer.keys, layer.values = layer.keys[rows], layer.values[rows]
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -43,8 +43,10 @@ def captured_layers(text_model: nn.Module, num_layers: int, layer_ids: tuple[int
 
         return hook
 
-    layers = decoder_layers(text_model, num_layers)[1] if layer_ids else []
-    handles = [layers[i].register_forward_hook(keep(i)) for i in layer_ids]
+    handles = []
+    if layer_ids:
+        layers = decoder_layers(text_model, num_layers)[1]
+        handles = [layers[i].register_forward_hook(keep(i)) for i in layer_ids]
     try:
         yield outputs
     finally:
@@ -97,6 +99,7 @@ class TargetState:
         cache = DynamicCache(config=target.config)
         cache.layers = [DynamicLayer() if type(x) is DynamicSlidingWindowLayer else x for x in cache.layers]
         self._cache = cache
+        self._croppable = [x for x in cache.layers if type(x) is DynamicLayer]
         self._uncroppable = [x for x in cache.layers if type(x) is not DynamicLayer]
         self._pending: Tensor | None = None
         self._snapshots: list[dict[str, Any]] = []
@@ -144,8 +147,9 @@ class TargetState:
         return out
 
     def _crop(self, refused: int) -> None:
-        for layer in self._cache.layers:
-            if layer not in self._uncroppable and layer.is_initialized:
+        for layer in self._croppable:
+            if layer.is_initialized:
+                assert layer.keys is not None and layer.values is not None
                 layer.keys = layer.keys[..., :-refused, :]
                 layer.values = layer.values[..., :-refused, :]
 

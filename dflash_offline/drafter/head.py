@@ -138,9 +138,10 @@ class _HeadCrossEntropy(torch.autograd.Function):
             first = min(index * chunk, order_P.numel() - chunk)
             place = order_P[first : first + chunk]
             part = kernel(hidden_NH[place], weight_VH, labels_N[place], softcap, with_gradient)
-            cross_entropy[place], correct[place] = part[0], part[1]
+            cross_entropy[place], correct[place], part_gradient = part
             if gradient is not None:
-                gradient[place] = part[2]
+                assert part_gradient is not None  # the kernel was asked for it
+                gradient[place] = part_gradient
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(correct)
         return cross_entropy, correct

@@ -11,6 +11,7 @@ Shapes: R rows, T context tokens, L kept target layers, H hidden, D = L*H, Q = A
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -87,11 +88,14 @@ class DrafterAttention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
-def _flex(*args: Tensor, **kwargs: object) -> Tensor:
+def _flex(
+    queries: Tensor, keys: Tensor, values: Tensor, block_mask: BlockMask, scale: float, enable_gqa: bool
+) -> Tensor:
     """flex_attention, fused: inside a compiled region as it stands, else compiled by itself (eager is unfused)."""
     if torch.compiler.is_compiling():
-        return flex_attention(*args, **kwargs)
-    return torch.compile(flex_attention, fullgraph=True, dynamic=False)(*args, **kwargs)
+        return flex_attention(queries, keys, values, block_mask=block_mask, scale=scale, enable_gqa=enable_gqa)
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+    return compiled(queries, keys, values, block_mask=block_mask, scale=scale, enable_gqa=enable_gqa)
 
 
 class DrafterMLP(nn.Module):
@@ -167,6 +171,11 @@ class DFlashDrafter(nn.Module):
         if seed is not None:
             self.init_weights(seed)
 
+    @property
+    def draft_layers(self) -> list[DrafterLayer]:
+        """The draft layers in order, typed: ``nn.ModuleList`` forgets what it holds."""
+        return cast("list[DrafterLayer]", list(self.layers))
+
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """Normal(0, 0.02) for every projection, ones for norms, as Qwen3 starts; the same on equal device types."""
@@ -212,7 +221,7 @@ class DFlashDrafter(nn.Module):
         context_rotary = self.rotary(context_positions_RT)
         block_rotary = self.rotary(block_positions_RQ)
         x_RQH = block_embeds_RQH
-        for layer, layer_type in zip(self.layers, self.shape.layer_types, strict=True):
+        for layer, layer_type in zip(self.draft_layers, self.shape.layer_types, strict=True):
             x_RQH = layer(x_RQH, context_RTH, block_rotary, context_rotary, mask.for_layer(layer_type))
         return self.norm(x_RQH)
 
@@ -245,9 +254,9 @@ class DFlashDrafter(nn.Module):
         if new:
             context = self.context_features(new_context_hidden_RND)
             context_rotary = self.rotary(torch.arange(cache.length, start_position, device=device)[None])
-            cache.append([layer.self_attn.keys_values(context, context_rotary) for layer in self.layers])
+            cache.append([layer.self_attn.keys_values(context, context_rotary) for layer in self.draft_layers])
         x = block_embeds_RBH
-        for index, (layer, layer_type) in enumerate(zip(self.layers, self.shape.layer_types, strict=True)):
+        for index, (layer, layer_type) in enumerate(zip(self.draft_layers, self.shape.layer_types, strict=True)):
             normed = layer.input_layernorm(x)
             queries = layer.self_attn.queries(normed, block_rotary)
             block_keys, block_values = layer.self_attn.keys_values(normed, block_rotary)
@@ -285,9 +294,10 @@ def compile_layers(model: DFlashDrafter, **options: object) -> DFlashDrafter:
         model: changed in place.
         options: for ``torch.compile``.
     """
-    settings: dict[str, object] = {"fullgraph": True, "dynamic": False, **options}
-    for layer in model.layers:
-        layer.forward = torch.compile(layer.forward, **settings)
-    model.context_features = torch.compile(model.context_features, **settings)
-    model.norm.forward = torch.compile(model.norm.forward, **settings)
+    settings: dict[str, Any] = {"fullgraph": True, "dynamic": False, **options}
+    # the methods themselves, on these objects: nn.Module.compile would take the hooks around forward in as well
+    for layer in model.draft_layers:
+        layer.forward = torch.compile(layer.forward, **settings)  # type: ignore[method-assign]
+    model.context_features = torch.compile(model.context_features, **settings)  # type: ignore[method-assign]
+    model.norm.forward = torch.compile(model.norm.forward, **settings)  # type: ignore[method-assign]
     return model

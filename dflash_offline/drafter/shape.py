@@ -137,7 +137,7 @@ class DrafterShape:
             raise UsageError(
                 "config.json has no dflash_config with target_layer_ids and mask_token_id: not a DFlash drafter"
             )
-        block_size = config.get("block_size", dflash.get("block_size"))
+        block_size: Any = config.get("block_size", dflash.get("block_size"))
         missing = [key for key in _REQUIRED if key not in config] + ([] if block_size else ["block_size"])
         if missing:
             raise UsageError(f"config.json of the drafter lacks {', '.join(missing)}")

@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
 from dflash_offline.errors import DFlashOfflineError
@@ -132,7 +133,7 @@ def _work(runner: ShardRunner, jobs: queue.SimpleQueue[int | None], stop: thread
                 finish_oldest()
             continue
         tell("started", shard=shard)
-        started = runner.attempt(shard, lambda number=shard: runner.launch(number))
+        started = runner.attempt(shard, partial(runner.launch, shard))
         if started is not None:
             launched.append(started)
         while len(launched) >= runner.depth:

@@ -164,7 +164,7 @@ def _convert(path: Path, header: GgufHeader, dtype: str, out: Path) -> None:
         try:
             config = AutoConfig.from_pretrained(path.parent, **options)
             _mend(config, header, path)
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path.parent,
                 config=config,
                 dtype=torch.float32,
@@ -172,6 +172,7 @@ def _convert(path: Path, header: GgufHeader, dtype: str, out: Path) -> None:
                 **options,
                 **_dequantised(),
             )
+            model, info = loaded  # a pair, as output_loading_info asks
             tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)
         except (ValueError, RuntimeError, NotImplementedError, KeyError) as error:
             raise UsageError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from dflash_offline.target.load import decoder_layers, final_norm, load_causal_l
 from dflash_offline.target.resolve import ResolvedTarget
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from dflash_offline.target.model import Target
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
@@ -47,8 +49,9 @@ class HeadsInfo:
         """The values that a cache stores."""
         return {key: value for key, value in asdict(self).items() if key != "logit_scale"}
 
-    def tensors(self, embed_tokens: nn.Module, lm_head: nn.Module, norm: nn.Module) -> dict[str, Tensor]:
+    def tensors(self, embed_tokens: nn.Embedding, lm_head: nn.Linear, norm: nn.Module) -> dict[str, Tensor]:
         """Weights by name: ``embed_tokens.weight``, ``norm.weight`` and, unless tied, ``lm_head.weight``."""
+        assert isinstance(norm.weight, Tensor)  # `probe_heads` refuses a norm without
         tensors = {"embed_tokens.weight": embed_tokens.weight.detach(), "norm.weight": norm.weight.detach()}
         if not self.tied:
             weight = lm_head.weight.detach()
@@ -56,8 +59,13 @@ class HeadsInfo:
         return tensors
 
 
+def embedding_of(model: PreTrainedModel) -> nn.Embedding:
+    """A causal language model's embedding; families that scale its rows derive from ``nn.Embedding``."""
+    return cast("nn.Embedding", model.get_input_embeddings())
+
+
 @torch.no_grad()
-def probe_heads(model: nn.Module, config: Any) -> HeadsInfo:
+def probe_heads(model: PreTrainedModel, config: Any) -> HeadsInfo:
     """Measure how a target's embedding, final norm and head compute, by a forward pass over a few tokens.
 
     Raises:
@@ -65,7 +73,7 @@ def probe_heads(model: nn.Module, config: Any) -> HeadsInfo:
             a LayerNorm, a head with bias); the message says which.
     """
     text_model = model.get_decoder()
-    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embed, head = embedding_of(model), model.get_output_embeddings()
     first = decoder_layers(text_model, len(_only_list(text_model)))[1][0]
     norm = final_norm(text_model)[1]
     ids = torch.linspace(0, config.vocab_size - 1, 12, device=embed.weight.device).long()[None]
@@ -121,7 +129,7 @@ def write_target_folder(
         measured = probe_heads(model, resolved.config)
         info = measured.as_dict()
         norm = final_norm(model.get_decoder())[1]
-        tensors = measured.tensors(model.get_input_embeddings(), model.get_output_embeddings(), norm)
+        tensors = measured.tensors(embedding_of(model), model.get_output_embeddings(), norm)
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads(resolved.config.to_json_string(use_diff=False))
     config.pop("transformers_version", None)

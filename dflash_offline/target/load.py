@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from torch import nn
 from dflash_offline.errors import DFlashOfflineError, UsageError
 from dflash_offline.target.quiet import quiet_transformers
 from dflash_offline.target.resolve import ResolvedTarget
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +33,7 @@ def load_causal_lm(
     device: str | torch.device = "cpu",
     num_layers: int | None = None,
     device_map: str | dict[str, Any] | None = None,
-) -> nn.Module:
+) -> PreTrainedModel:
     """The target as a transformers causal language model, in evaluation mode.
 
     Args:

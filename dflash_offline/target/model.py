@@ -13,7 +13,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,13 @@ from torch import Tensor, nn
 from dflash_offline.config import TargetConfig
 from dflash_offline.errors import DFlashOfflineError, UsageError
 from dflash_offline.target.compiled import PassSize, compile_token_wise
-from dflash_offline.target.heads import HeadsInfo, probe_heads
+from dflash_offline.target.heads import HeadsInfo, embedding_of, probe_heads
 from dflash_offline.target.layers import check_layer_ids
 from dflash_offline.target.load import decoder_layers, final_norm, load_causal_lm
 from dflash_offline.target.resolve import ResolvedTarget, resolve_target
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -86,15 +89,15 @@ class Target:
     """
 
     def __init__(
-        self, model: nn.Module, resolved: ResolvedTarget, layer_ids: Sequence[int], stop_early: bool = True
+        self, model: PreTrainedModel, resolved: ResolvedTarget, layer_ids: Sequence[int], stop_early: bool = True
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.resolved = resolved
         self.config = resolved.config
         self.layer_ids = check_layer_ids(layer_ids, resolved.num_layers)
         self.text_model: nn.Module = model.get_decoder()
-        self.embed_tokens: nn.Module = model.get_input_embeddings()
-        self.lm_head: nn.Module = model.get_output_embeddings()
+        self.embed_tokens = embedding_of(model)
+        self.lm_head: nn.Linear = model.get_output_embeddings()
         self.stop_early = stop_early
         self._layers_name, self._layers = decoder_layers(self.text_model, resolved.num_layers)
         self._stack = self._up_to_last() if stop_early else self.text_model

@@ -25,6 +25,7 @@ from dflash_offline.target.layers import check_layer_ids, default_layer_ids
 
 logger = logging.getLogger(__name__)
 
+_LEAST_SHARE = 0.5
 _MULTIMODAL_TOKEN = re.compile(r"image|audio|video|vision", re.IGNORECASE)
 
 
@@ -140,7 +141,7 @@ class ResolvedTarget:
         """The target's tokenizer, from the recipe's ``tokenizer`` or from beside the model.
 
         Raises:
-            UsageError: there is none, or it has ids that the target's embedding has no row for.
+            UsageError: there is none, it has ids that the target's embedding has no row for, or it knows far fewer.
         """
         from transformers import AutoTokenizer
 
@@ -162,11 +163,16 @@ def check_tokenizer(tokenizer: Any, vocab_size: int, source: str) -> None:
     Placeholders of images or sound may lie past the embedding (Gemma 3 1B has one): they cannot occur in text.
 
     Raises:
-        UsageError: a token's id has no row in the embedding, or there are no tokens.
+        UsageError: a token's id has no row in the embedding, or fewer than half of the rows have a token (padding adds
+            a percent or so; transformers makes a tokenizer of one token for Qwen3 where there is no file).
     """
     vocabulary = tokenizer.get_vocab()
-    if not vocabulary:
-        raise UsageError(f"the tokenizer of {source} has no tokens; name the right one in target.tokenizer")
+    if len(vocabulary) < _LEAST_SHARE * vocab_size:
+        raise UsageError(
+            f"the tokenizer of {source} has {len(vocabulary)} token{'' if len(vocabulary) == 1 else 's'} for the "
+            f"{vocab_size} rows of the target's embedding: its files are missing there, or it belongs to another "
+            "model; name the target's own folder or hub id in target.tokenizer"
+        )
     special = set(tokenizer.all_special_tokens) | set(getattr(tokenizer, "get_added_vocab", dict)())
     past = {text: token for text, token in vocabulary.items() if token >= vocab_size}
     wrong = [text for text in past if not (text in special and _MULTIMODAL_TOKEN.search(text))]

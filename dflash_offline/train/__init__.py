@@ -1,9 +1,10 @@
 """Stage two: drafters trained from a cache, as often as wanted, without the target.
 
 In reading order: ``rows`` and ``order`` (which documents share a row and a step; pure), ``setup`` (what a run is made
-of), ``planned``, ``shard_store``, ``batch`` and ``feed`` (rows from shards), ``step`` and ``optimizer`` (arithmetic),
-``interval``, ``metrics`` and ``summary`` (what a run says), ``heldout`` (evaluation), ``checkpoint``, ``run_folder``,
-``loop``. Importing this package imports no torch.
+of), ``planned``, ``shard_store``, ``batch`` and ``feed`` (rows from shards), ``course``, ``order_log``, ``arrivals``
+and ``waves`` (a cache that still grows), ``step`` and ``optimizer`` (arithmetic), ``interval``, ``metrics`` and
+``summary`` (what a run says), ``heldout`` (evaluation), ``checkpoint``, ``run_folder``, ``replicas``, ``launch``,
+``replica_run`` and ``loop``. Importing this package imports no torch.
 """
 
 from __future__ import annotations

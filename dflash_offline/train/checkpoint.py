@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dflash_offline.cache.files import (
     TEMPORARY_PREFIX,
@@ -213,11 +213,8 @@ def optimizer_to_tensors(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Parameter, str]
 ) -> dict[str, torch.Tensor]:
     """State of AdamW as flat tensors ``NAME/PARAMETER``."""
-    return {
-        f"{key}/{names[parameter]}": value
-        for parameter, values in optimizer.state.items()
-        for key, value in values.items()
-    }
+    state = cast("Mapping[torch.nn.Parameter, dict[str, torch.Tensor]]", optimizer.state)
+    return {f"{key}/{names[parameter]}": value for parameter, values in state.items() for key, value in values.items()}
 
 
 def tensors_to_optimizer(

@@ -26,13 +26,15 @@ import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dflash_offline.cache.files import write_json_atomic
 from dflash_offline.config import TrainRecipe
 from dflash_offline.errors import DFlashOfflineError
 
 if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext, SpawnContext
+
     import torch
 
     from dflash_offline.cache.store import Cache
@@ -171,7 +173,7 @@ def warm_folder(
         ours, theirs = multiprocessing.Pipe(duplex=False)
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         variables = {**environment, **alone, **cache_environment(folder)}
-        process = multiprocessing.get_context(context).Process(
+        process = start_method(context).Process(
             target=warm_main, args=(recipe, variables, str(folder), facts, theirs), name="warm"
         )
         process.start()
@@ -190,6 +192,11 @@ def warm_folder(
     if failure is not None:
         raise DFlashOfflineError(f"compiling the drafter failed: {failure}\nTrain without with training.compile=false")
     return str(folder)
+
+
+def start_method(name: str) -> SpawnContext | ForkServerContext:
+    """The context of multiprocessing that starts processes by ``name``, ``spawn`` or ``forkserver``."""
+    return cast("SpawnContext | ForkServerContext", multiprocessing.get_context(name))
 
 
 def warm_main(

@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 HOST_BUFFERS = 3
 DEVICE_BUFFERS = 2
+ASK_AGAIN_SECONDS = 0.05
+TELL_SECONDS = 0.2
+_END = object()
 
 
 @dataclass
@@ -119,14 +122,21 @@ class RowFeed:
         self._waits: list[tuple[Any, Any]] = []
         self._waited = 0.0
 
-    def start(self, planned: Iterable[PlannedStep], ahead_bytes: int) -> None:
+    def start(
+        self,
+        planned: Iterable[PlannedStep | None],
+        ahead_bytes: int,
+        while_waiting: Callable[[], None] = lambda: None,
+    ) -> None:
         """Begin to build the rows of ``planned``.
 
         Args:
-            planned: Steps to come.
+            planned: Steps to come; None says that the next one is not known yet, to be asked for again.
             ahead_bytes: Shards of later steps are read while those held take no more than this.
+            while_waiting: Called by :meth:`next`, about five times a second, while there is no row.
         """
         self.stop()
+        self._while_waiting = while_waiting
         self._stopping = threading.Event()
         self._free: queue.Queue[_Buffer] = queue.Queue()
         for buffer in self._host:
@@ -142,7 +152,7 @@ class RowFeed:
 
     # ---- builder thread -------------------------------------------------------------------------------------------
 
-    def _build(self, planned: Iterator[PlannedStep], ahead_bytes: int) -> None:
+    def _build(self, planned: Iterator[PlannedStep | None], ahead_bytes: int) -> None:
         held: Counter[int] = Counter()
         try:
             self._build_steps(planned, held, ahead_bytes)
@@ -153,18 +163,24 @@ class RowFeed:
             for shard in held.elements():
                 self.store.release(shard)
 
-    def _build_steps(self, planned: Iterator[PlannedStep], held: Counter[int], ahead_bytes: int) -> None:
+    def _build_steps(self, planned: Iterator[PlannedStep | None], held: Counter[int], ahead_bytes: int) -> None:
         waiting: deque[PlannedStep] = deque()
-        following = next(planned, None)
+        ended = False
         while not self._stopping.is_set():
-            while following is not None and (not waiting or self.store.held_bytes() < ahead_bytes):
+            while not ended and (not waiting or self.store.held_bytes() < ahead_bytes):
+                following = next(planned, _END)
+                ended = following is _END
+                if not isinstance(following, PlannedStep):
+                    break
                 for shard in following.acquire:
                     self.store.acquire(shard)
                     held[shard] += 1
                 waiting.append(following)
-                following = next(planned, None)
             if not waiting:
-                return
+                if ended:
+                    return
+                self._stopping.wait(ASK_AGAIN_SECONDS)
+                continue
             step = waiting.popleft()
             # the denominator of a step needs the tokens of all its rows, before the hidden states of any
             rows = [self._integers(step.epoch, row) for row in step.rows]
@@ -233,10 +249,14 @@ class RowFeed:
         return self._next_on_gpu() if self._on_gpu else self._next_on_cpu()
 
     def _take(self, wait: bool) -> _HostRow | None:
-        try:
-            item = self._ready.get(block=wait)
-        except queue.Empty:
-            return None
+        while True:
+            try:
+                item = self._ready.get(wait, timeout=TELL_SECONDS)
+                break
+            except queue.Empty:
+                if not wait:
+                    return None
+                self._while_waiting()
         if item is None or isinstance(item, BaseException):
             self._ready.put(item)  # stays the answer to every later call
             if item is not None and wait:
@@ -284,6 +304,7 @@ class RowFeed:
     def _copy(self, row: _HostRow) -> None:
         import torch
 
+        assert self._copies is not None  # rows are copied on a GPU only
         buffer = self._free_device.popleft()
         with torch.cuda.stream(self._copies):
             if buffer.free_after is not None:

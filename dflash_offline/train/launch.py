@@ -116,11 +116,16 @@ def launch(
     Raises:
         DFlashOfflineError: a replica failed or died; the message carries its traceback.
     """
+    from dflash_offline.train.arrivals import wait_for_heldout
     from dflash_offline.train.compiled import cache_environment, warm_folder_for
+    from dflash_offline.train.setup import open_trainable
 
     stop_event = stop_event or threading.Event()
     with RunFolder(recipe) as folder, StopSignals(raise_at_once=True) as signals, contextlib.ExitStack() as stack:
         try:
+            if recipe.training.follow:
+                with contextlib.closing(open_trainable(recipe)) as cache:
+                    wait_for_heldout(cache, recipe.training.allow_set_aside, stop_event.is_set, progress)
             warm = warm_folder_for(recipe, environments[0], context)
             signals.raise_at_once = False
             children: list[_Child] = []
@@ -137,9 +142,11 @@ def launch(
 def _start(
     recipe: TrainRecipe, environment: dict[str, str], token: str | None, warm: str | None, progress: bool, context: str
 ) -> _Child:
+    from dflash_offline.train.compiled import start_method
+
     ours, theirs = multiprocessing.Pipe()
     rank = int(environment["RANK"])
-    process = multiprocessing.get_context(context).Process(
+    process = start_method(context).Process(
         target=replica_main,
         args=(recipe, environment, theirs, token, warm, progress and rank == 0, _log_level(rank)),
         name=f"replica {rank}",

@@ -98,6 +98,22 @@ class EvaluateEntry(Entry):
     run: dict[str, Any] = Field(default_factory=dict)
 
 
+class WaveEntry(Entry):
+    """The step that follows begins a wave of shards of a cache that was still growing."""
+
+    kind: Literal["wave"] = "wave"
+    step: int = Field(description="Optimizer steps done.")
+    wave: int = Field(description="Line of order.jsonl, from 0.")
+    shards: int
+    samples: int
+    rows: int
+    steps: int
+    last: bool = Field(description="The first epoch ends with it.")
+    samples_left_out: dict[str, int] = Field(
+        description="Training samples lost in extraction so far, by reason; of shards set aside with the last wave."
+    )
+
+
 class CheckpointEntry(Entry):
     """A checkpoint of this step was about to be written."""
 
@@ -115,7 +131,7 @@ class EndEntry(Entry):
 
 
 RunLogEntry = Annotated[
-    StartEntry | StepEntry | EvaluateEntry | CheckpointEntry | EndEntry, Field(discriminator="kind")
+    StartEntry | WaveEntry | StepEntry | EvaluateEntry | CheckpointEntry | EndEntry, Field(discriminator="kind")
 ]
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(RunLogEntry)
 

@@ -21,6 +21,7 @@ Shuffles sort raw Philox words, whose stream numpy keeps stable over versions (`
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -138,6 +139,7 @@ class TrainingOrder:
         self.context_tokens, self.anchor_slots = context_tokens, anchor_slots
         self.rows_per_step, self.window_shards, self.seed = rows_per_step, window_shards, seed
         self.shards, self._shard_number = np.unique(np.asarray(shard, dtype=np.int64), return_inverse=True)
+        self._counts = np.bincount(self._shard_number)
         self.lanes = lanes
         dealt = np.argsort(random_words(len(self.shards), seed, 0), kind="stable")
         self._lane_of_shard = np.empty(len(self.shards), dtype=np.int64)
@@ -210,7 +212,55 @@ class TrainingOrder:
         return self._epochs[epoch]
 
     def _pack(self, epoch: int) -> EpochOrder:
-        stream, offsets = self._stream(epoch)
+        return self._arrange(epoch, *self._stream(epoch), lambda rows: -(-rows // self.rows_per_step))
+
+    def wave(self, number: int, shards: np.ndarray, without: np.ndarray, steps: Callable[[int], int]) -> EpochOrder:
+        """A part of the first epoch from some shards alone: one window a lane, dealt anew, packed like an epoch.
+
+        Args:
+            number: Of the wave, from 0.
+            shards: Its shards, in the order in which they came.
+            without: Cache sample indices that are left out.
+            steps: Optimizer steps for so many rows.
+        """
+        place = np.searchsorted(self.shards, shards)
+        dealt = np.argsort(random_words(len(place), self.seed, 3, number), kind="stable")
+        lane_of_shard = np.full(len(self.shards), -1, dtype=np.int64)
+        lane_of_shard[place[dealt]] = np.arange(len(place)) % self.lanes
+        sample_lane = lane_of_shard[self._shard_number]
+        taken = np.flatnonzero((sample_lane >= 0) & ~np.isin(self.index, without))
+        words = random_words(len(self.index), self.seed, 2, 0)
+        stream = taken[np.lexsort((words[taken], sample_lane[taken]))]
+        counts = np.bincount(sample_lane[taken], minlength=self.lanes)
+        return self._arrange(0, stream, np.concatenate([[0], np.cumsum(counts)]), steps)
+
+    def without(self, samples: np.ndarray) -> TrainingOrder:
+        """The same order over fewer samples (cache sample indices)."""
+        stay = ~np.isin(self.index, samples)
+        return TrainingOrder(
+            index=self.index[stay],
+            shard=self.shards[self._shard_number[stay]],
+            lengths=self.lengths[stay],
+            blocks=self.blocks[stay],
+            context_tokens=self.context_tokens,
+            anchor_slots=self.anchor_slots,
+            rows_per_step=self.rows_per_step,
+            lanes=self.lanes,
+            window_shards=self.window_shards,
+            seed=self.seed,
+        )
+
+    def samples_of(self, shards: np.ndarray) -> np.ndarray:
+        """Positions into ``index`` of the samples of some shards."""
+        return np.flatnonzero(np.isin(self.shards[self._shard_number], shards))
+
+    def count_of(self, shard: int) -> int:
+        """Samples of a shard."""
+        return int(self._counts[np.searchsorted(self.shards, shard)])
+
+    def _arrange(
+        self, epoch: int, stream: np.ndarray, offsets: np.ndarray, steps_of: Callable[[int], int]
+    ) -> EpochOrder:
         packed = pack_streams(
             self.lengths[stream], self.blocks[stream], offsets, self.context_tokens, self.anchor_slots
         )
@@ -224,7 +274,7 @@ class TrainingOrder:
         place = place_of_row[first_row[lane_of_entry] + packed.row]
         entries = np.argsort(place, kind="stable")
         counts = np.bincount(place, minlength=len(turn))
-        steps = -(-len(turn) // self.rows_per_step)
+        steps = steps_of(len(turn))
         return EpochOrder(
             epoch=epoch,
             samples=self.index[stream[packed.order[entries]]],

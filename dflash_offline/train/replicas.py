@@ -24,6 +24,7 @@ from dflash_offline.errors import DFlashOfflineError
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 GRADIENT_TIMEOUT = timedelta(minutes=30)
 CONTROL_TIMEOUT = timedelta(days=7)  # replicas wait here while rank 0 writes a checkpoint, or for data
@@ -166,6 +167,18 @@ class Replicas:
                 f"replicas do not agree on {what}: {values}. Every host must see the same cache and recipe"
             )
 
+    def board(self) -> Board | None:
+        """A new board of these replicas, who must all ask for it together; None where there is one replica."""
+        if self.world == 1:
+            return None
+        import torch.distributed as dist
+
+        host = os.environ["MASTER_ADDR"]
+        with _peers():
+            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if self.first else None
+            port = self.broadcast(store.port if store is not None else None)
+            return Board(store or dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
+
     def close(self) -> None:
         """Leave the group."""
         if self.world > 1:
@@ -173,6 +186,31 @@ class Replicas:
 
             if dist.is_initialized():
                 dist.destroy_process_group()
+
+
+class Board:
+    """Short texts by key, put up by one replica and looked at by others without waiting."""
+
+    def __init__(self, store: dist.TCPStore) -> None:
+        self._store = store
+
+    def put(self, key: str, text: str) -> None:
+        """Put a text up; it stays."""
+        with _board():
+            self._store.set(key, text)
+
+    def look(self, key: str) -> str | None:
+        """The text, or None where none was put up."""
+        with _board():
+            return self._store.get(key).decode() if self._store.check([key]) else None
+
+
+@contextlib.contextmanager
+def _board() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(f"another replica ended while this one waited: {str(error).splitlines()[0]}") from error
 
 
 @contextlib.contextmanager

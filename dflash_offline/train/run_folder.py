@@ -46,6 +46,7 @@ _FREE = {
     "training.tensorboard",  # of runs begun before training.trackers
     "training.trackers",
     "training.allow_set_aside",
+    "training.follow",  # whether the run was begun so is under "resolved"
 }
 
 
@@ -176,9 +177,9 @@ def run_status(path: Path | str) -> dict[str, Any]:
     entries = read_run_log(path) if (path / LOG_NAME).is_file() else []
     steps = [entry for entry in entries if isinstance(entry, StepEntry)]
     evaluations = [entry for entry in entries if isinstance(entry, EvaluateEntry)]
-    done = checkpoint.step if checkpoint else 0
+    total = checkpoint.state["total_steps"] if checkpoint else total
     holders = lock_holders(path)
-    state = "finished" if done >= total else "running" if holders else "interrupted"
+    state = "finished" if checkpoint and "summary" in checkpoint.state else "running" if holders else "interrupted"
     status: dict[str, Any] = {
         "run": str(path),
         "cache": recipe["cache"],

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dflash_offline.cache.state import State
 from dflash_offline.cache.store import Cache
 from dflash_offline.config import TrainRecipe, parse_gpus
 from dflash_offline.drafter.shape import DrafterShape, shape_from_target
 from dflash_offline.errors import DFlashOfflineError, UsageError
 from dflash_offline.train.batch import RowLayout
+from dflash_offline.train.course import Course, FollowedCourse, followed_schedule
 from dflash_offline.train.heldout import HeldoutRows, heldout_rows
 from dflash_offline.train.order import Schedule, TrainingOrder, choose_lanes
 from dflash_offline.train.planned import epoch_rows, peak_shard_bytes, plan_epoch
@@ -44,6 +46,8 @@ class RunPlan:
         layout: Sizes of a row.
         heldout: Rows of the evaluation.
         left_out: Samples that are not trained, by reason.
+        followed: The run began while extraction ran: order and schedule are those of the plan, and the course
+            (:mod:`~dflash_offline.train.course`) makes of them what is trained.
     """
 
     shape: DrafterShape
@@ -53,10 +57,13 @@ class RunPlan:
     layout: RowLayout
     heldout: HeldoutRows
     left_out: dict[str, int]
+    followed: bool = False
 
     def resolved(self, cache: Cache) -> dict[str, Any]:
         """What ``recipe.json`` keeps of it; a run goes on only with the same."""
+        followed = {"followed": True} if self.followed else {}
         return {
+            **followed,
             "cache": cache.manifest.self_sha256,
             "drafter": self.shape.to_hf_config(),
             "lanes": self.order.lanes,
@@ -115,11 +122,20 @@ def drafter_shape(recipe: TrainRecipe, cache: Cache) -> DrafterShape:
     return shape_from_target(recipe.drafter, config, cache.manifest.identity.target_layer_ids, mask_token)
 
 
-def usable_samples(cache: Cache) -> tuple[np.ndarray, dict[str, int]]:
+def is_followed(recipe: TrainRecipe) -> bool:
+    """Whether the run's first epoch follows extraction: as it was begun, else as the recipe says."""
+    path = Path(recipe.run) / "recipe.json"
+    try:
+        return bool(json.loads(path.read_bytes())["resolved"].get("followed", False))
+    except (OSError, ValueError, KeyError):
+        return recipe.training.follow
+
+
+def usable_samples(cache: Cache, followed: bool = False) -> tuple[np.ndarray, dict[str, int]]:
     """Which samples of the cache can be used, bool [n], and how many cannot, by reason.
 
     A sample of a shard that was set aside, one dropped because its states were not finite, and one without a valid
-    anchor cannot.
+    anchor cannot. Of training shards that are still to come (``followed``) only the last is known.
     """
     samples = cache.samples
     usable = np.ones(len(samples), dtype=bool)
@@ -132,18 +148,23 @@ def usable_samples(cache: Cache) -> tuple[np.ndarray, dict[str, int]]:
             left_out[reason] = count
 
     summary = cache.book.summary()
-    there = np.isin(samples.shard, summary["shard"].to_numpy())
-    leave_out("shard-set-aside", ~there)
+    to_come = followed & (np.asarray(samples.split) == 0)
+    leave_out("shard-set-aside", ~np.isin(samples.shard, summary["shard"].to_numpy()) & ~to_come)
     dropped = np.zeros(len(samples), dtype=bool)
     for shard in summary["shard"].to_numpy()[summary["dropped"].to_numpy() > 0]:
         dropped[[item.sample for item in cache.receipt(int(shard)).dropped]] = True
-    leave_out("not-finite", dropped)
+    leave_out("not-finite", dropped & ~to_come)
     leave_out("no-anchor", np.asarray(samples.anchors) < 1)
     return usable, left_out
 
 
-def plan_run(recipe: TrainRecipe, cache: Cache) -> RunPlan:
+def plan_run(recipe: TrainRecipe, cache: Cache, followed: bool | None = None) -> RunPlan:
     """Decide everything that needs no hidden state.
+
+    Args:
+        recipe: The recipe.
+        cache: Its cache.
+        followed: From :func:`is_followed`; None asks it.
 
     Raises:
         UsageError: rows cannot hold the documents, or the drafter's shape is wrong.
@@ -153,7 +174,8 @@ def plan_run(recipe: TrainRecipe, cache: Cache) -> RunPlan:
     kept = cache.manifest.identity.target_layer_ids
     layers = [kept.index(layer) for layer in shape.target_layer_ids]
     samples, rows = cache.samples, recipe.rows
-    usable, left_out = usable_samples(cache)
+    followed = is_followed(recipe) if followed is None else followed
+    usable, left_out = usable_samples(cache, followed)
     heldout = np.asarray(samples.split) != 0
     index = np.flatnonzero(usable & ~heldout)
     lengths = np.asarray(samples.length, dtype=np.int64)
@@ -180,7 +202,9 @@ def plan_run(recipe: TrainRecipe, cache: Cache) -> RunPlan:
         shape=shape,
         layers=None if layers == list(range(len(kept))) else layers,
         order=order,
-        schedule=Schedule.of(order, recipe.training.epochs, recipe.training.max_steps),
+        schedule=(followed_schedule if followed else Schedule.of)(
+            order, recipe.training.epochs, recipe.training.max_steps
+        ),
         layout=RowLayout(rows.context_tokens, slots, shape.block_size),
         heldout=heldout_rows(
             chosen,
@@ -192,6 +216,7 @@ def plan_run(recipe: TrainRecipe, cache: Cache) -> RunPlan:
             anchor_slots=slots,
         ),
         left_out=left_out,
+        followed=followed,
     )
 
 
@@ -225,21 +250,28 @@ class HostMemory:
 
 
 def bound_memory(
-    plan: RunPlan, reader: ShardReader, shard_of: np.ndarray, first_step: int, replicas: Replicas
+    plan: RunPlan, course: Course, reader: ShardReader, shard_of: np.ndarray, first_step: int, replicas: Replicas
 ) -> HostMemory:
     """Bound a replica's shards in memory: those that the rows of a step need together, a few ahead, and kept ones.
 
     Raises:
         UsageError: what is needed exceeds the memory of the machine; the message names the settings.
     """
-    epoch = plan.schedule.cursor(first_step)[0] if first_step < plan.schedule.total_steps else 0
-    order = plan.order.epoch(epoch)
-    needed = peak_shard_bytes(
-        plan_epoch(epoch, epoch_rows(order, 0, None, replicas.rank, replicas.world), shard_of), reader.bytes
-    )
     total = int(reader.bytes.sum())
-    ahead = min(needed + READ_AHEAD_SHARDS * int(reader.bytes.max()), total)
     available = available_memory() // replicas.local_world
+    extra = READ_AHEAD_SHARDS * int(reader.bytes.max())
+    epoch = course.cursor(first_step)[0] if first_step < course.total_steps else 0
+    if isinstance(course, FollowedCourse) and epoch == 0:  # the largest wave, and the next one read meanwhile
+        mine = plan.order.window_shards * -(-plan.order.lanes // replicas.world)
+        needed = int(np.sort(reader.bytes[plan.order.shards])[-mine:].sum())
+        if 2 * needed < KEPT_SHARE * available:
+            extra = max(extra, needed)
+    else:
+        order = course.order.epoch(epoch)
+        needed = peak_shard_bytes(
+            plan_epoch(epoch, epoch_rows(order, 0, None, replicas.rank, replicas.world), shard_of), reader.bytes
+        )
+    ahead = min(needed + extra, total)
     if ahead > available:
         raise UsageError(
             f"the shards that are in use at once take {ahead / 1e9:.1f} GB of host memory and "
@@ -274,13 +306,16 @@ def initial_weights(folder: str, shape: DrafterShape) -> dict[str, torch.Tensor]
 
 
 def open_trainable(recipe: TrainRecipe) -> Cache:
-    """The recipe's cache, if it can be trained from.
+    """The recipe's cache, if it can be trained from; with ``training.follow`` it may still grow.
 
     Raises:
         DFlashOfflineError: extraction is not finished, or has set shards aside.
     """
     cache = Cache.open(recipe.cache)
-    state = cache.require_trainable(recipe.training.allow_set_aside)
+    if recipe.training.follow and is_followed(recipe):
+        state = State()
+    else:
+        state = cache.require_trainable(recipe.training.allow_set_aside)
     if state.set_aside:
         logger.warning("training without %d shards that extraction set aside", len(state.set_aside))
     if not len(cache.samples):

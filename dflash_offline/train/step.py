@@ -23,7 +23,7 @@ from dflash_offline.config import LossConfig
 from dflash_offline.drafter.blocks import block_labels, block_positions, block_token_ids, embed_tokens
 from dflash_offline.drafter.head import FusedHead
 from dflash_offline.drafter.losses import LossOutput, drafter_loss, loss_denominator
-from dflash_offline.drafter.mask import build_attention_mask
+from dflash_offline.drafter.mask import Backend, build_attention_mask
 from dflash_offline.drafter.model import DFlashDrafter, compile_layers
 from dflash_offline.train.batch import RowBatch, StepCounts
 
@@ -87,7 +87,7 @@ class DrafterStep:
         self.device = target.embedding.device
         self.head = FusedHead(target.head, chunk=head_chunk, softcap=target.softcap, compile=compile)
         self.denominator = Denominator(loss, self.shape.block_size)
-        self.backend = "flex" if self.device.type == "cuda" else "dense"
+        self.backend: Backend = "flex" if self.device.type == "cuda" else "dense"
         if compile:
             compile_layers(model)
 

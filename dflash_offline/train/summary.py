@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflash_offline.cache.samples import Samples
+from dflash_offline.errors import DFlashOfflineError
+from dflash_offline.train.checkpoint import newest_checkpoint
+from dflash_offline.train.course import Course
 from dflash_offline.train.interval import Totals
 from dflash_offline.train.metrics import EvaluateEntry, StartEntry, StepEntry, read_run_log
 from dflash_offline.train.setup import RunPlan
@@ -19,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 def start_entry(
     plan: RunPlan,
+    course: Course,
     device: torch.device,
     *,
     step: int,
@@ -33,7 +39,7 @@ def start_entry(
     import torch
 
     order = plan.order
-    epoch = plan.schedule.cursor(step)[0]
+    epoch = course.cursor(step)[0]
     rows = int(order.rows_of_epochs(1)[0])
     token_fill, slot_fill = order.fill(rows)
     logger.info(
@@ -47,14 +53,14 @@ def start_entry(
         100 * token_fill,
         100 * slot_fill,
         order.lanes,
-        plan.schedule.total_steps,
+        course.total_steps,
         host_memory / 1e9,
     )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     return StartEntry(
         step=step,
         resumed_from=resumed_from,
-        total_steps=plan.schedule.total_steps,
+        total_steps=course.total_steps,
         epochs=epochs,
         parameters=plan.shape.num_parameters,
         samples=len(order.index),
@@ -99,7 +105,9 @@ def progress_text(entry: StepEntry, evaluated: EvaluateEntry | None) -> str:
     return text
 
 
-def run_summary(run: Path, steps: int, epochs: int, totals: Totals, seconds: float) -> dict[str, Any]:
+def run_summary(
+    run: Path, steps: int, epochs: int, totals: Totals, seconds: float, left_out: dict[str, int]
+) -> dict[str, Any]:
     """What :func:`~dflash_offline.train.loop.train` returns, from the totals and the log."""
     entries = read_run_log(run)
     logged = [entry for entry in entries if isinstance(entry, StepEntry)]
@@ -110,6 +118,7 @@ def run_summary(run: Path, steps: int, epochs: int, totals: Totals, seconds: flo
         "steps": steps,
         "epochs": epochs,
         "samples": totals.samples,
+        "samples_left_out": left_out,
         "tokens": totals.tokens,
         "blocks": totals.blocks,
         "seconds": round(seconds, 3),
@@ -120,3 +129,19 @@ def run_summary(run: Path, steps: int, epochs: int, totals: Totals, seconds: flo
         "heldout_expected_acceptance_length": last.expected_acceptance_length if last else None,
         "checkpoint": str(run / "checkpoints" / f"step-{steps:06d}"),
     }
+
+
+def not_finite_error(
+    run: Path, samples: Samples, done: int, steps_ago: int, at_fault: Sequence[int], what: str
+) -> DFlashOfflineError:
+    """The error of a loss or gradient that is not finite, with the dataset rows of the documents at fault."""
+    names = [f"{int(samples.row[sample])} (id {samples.sample_id(sample)})" for sample in at_fault]
+    more = f" and {len(names) - 40} more" if len(names) > 40 else ""
+    good = newest_checkpoint(run, deep=False)
+    return DFlashOfflineError(
+        f"step {done - steps_ago}: {what} is not finite. Documents of its rows, by dataset row: "
+        f"{', '.join(names[:40])}{more}. "
+        + (f"The last good checkpoint, {good.path}, is intact" if good else "There is no checkpoint yet")
+        + ". If the same documents come up again, check their shards with `dflash-offline verify --deep`; "
+        "otherwise lower optimizer.learning_rate or optimizer.clip_norm and train into another run folder"
+    )

@@ -11,7 +11,7 @@ import pytest
 from dflash_offline.config import TargetConfig
 from dflash_offline.errors import DFlashOfflineError, UsageError
 from dflash_offline.target import load_target, resolve_target
-from tests.tiny_models import FAMILIES, TOKENIZER_FOLDER, tiny_llama, tiny_qwen3_5
+from tests.tiny_models import FAMILIES, TOKENIZER_FOLDER, tiny_llama, tiny_qwen3, tiny_qwen3_5
 
 
 def resolved(folder, **options):
@@ -137,6 +137,23 @@ def test_tokenizer_beside_the_model_or_named_in_the_recipe(tmp_path):
     assert len(resolved(bare, tokenizer=str(TOKENIZER_FOLDER)).tokenizer()) == 49152
     with pytest.raises(UsageError, match=r"target\.tokenizer"):
         resolved(bare).tokenizer()
+
+
+def test_the_empty_tokenizer_that_transformers_makes_where_no_file_is_is_refused(tmp_path):
+    from transformers import AutoTokenizer
+
+    folder = tiny_qwen3(tmp_path / "qwen3")
+    assert len(AutoTokenizer.from_pretrained(folder)) == 1
+    with pytest.raises(UsageError, match=r"has 1 token for the 512 rows .*target\.tokenizer"):
+        resolved(folder).tokenizer()
+
+
+def test_a_tokenizer_of_a_smaller_model_is_refused(tmp_path):
+    folder = tiny_llama(tmp_path, vocab_size=131072)
+    with pytest.raises(UsageError, match=r"has 49152 tokens for the 131072 rows"):
+        resolved(folder, tokenizer=str(TOKENIZER_FOLDER)).tokenizer()
+    padded = tiny_llama(tmp_path / "padded", vocab_size=50304)
+    assert len(resolved(padded, tokenizer=str(TOKENIZER_FOLDER)).tokenizer()) == 49152
 
 
 def test_a_tokenizer_with_ids_past_the_embedding_is_refused(tiny):

@@ -101,11 +101,15 @@ def make_cache(
     encoding: str = "int8",
     heldout: float = 0.15,
     finish: bool = True,
+    extract: bool = True,
     dropped: tuple[int, ...] = (),
     aside: tuple[int, ...] = (),
     longest: int = 60,
 ) -> Cache:
-    """A finished cache; ``dropped`` samples hold NaN and are listed so, shards ``aside`` are set aside."""
+    """A finished cache; ``dropped`` samples hold NaN and are listed so, shards ``aside`` are set aside.
+
+    Without ``extract`` it is prepared only, without ``finish`` it has no state.
+    """
     corpus = make_corpus(documents, seed, longest)
     in_heldout = np.random.default_rng(seed + 1).random(documents) < heldout
     plan = make_plan(corpus.lengths, in_heldout, shard_tokens, 0)
@@ -141,7 +145,7 @@ def make_cache(
         target_folder_writer=write_target,
         threads=1,
     )
-    for shard in range(cache.num_shards):
+    for shard in range(cache.num_shards) if extract else []:
         if shard in aside:
             continue
         hidden = hidden_states(cache, shard)
@@ -154,7 +158,7 @@ def make_cache(
                     {"sample": sample, "row": int(cache.samples.row[sample]), "id": "x", "reason": "not-finite"}
                 )
         cache.write_shard(shard, codec.to_numpy(codec.encode(hidden)), {"dropped": listed})
-    if finish:
+    if finish and extract:
         cache.write_state(
             State(
                 finished=True,
