@@ -146,7 +146,7 @@ def train(
     from dflash_offline.train import train as run_train
 
     overrides = [*set, *([f'training.gpus="{gpus}"'] if gpus else []), *(["training.follow=true"] if follow else [])]
-    answer = run_train(load_recipe(recipe, TrainRecipe, overrides), progress=sys.stderr.isatty())
+    answer = run_train(load_recipe(recipe, TrainRecipe, overrides), progress=True)
     if os.environ.get("RANK", "0") == "0":
         _print(answer, json)
 

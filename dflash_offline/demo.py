@@ -89,7 +89,7 @@ def run_demo(model: str | None, overrides: list[str], out: Path) -> dict[str, An
     _step("prepare and extract: the target reads the conversations once")
     extracted = extract(extract_recipe, progress=True)
     _step("train the drafter from the cache")
-    trained = train(train_recipe, progress=terminal)
+    trained = train(train_recipe, progress=True)
     _step("export")
     drafter = export_drafter(Path(train_recipe.run), out / "drafter", dtype="bfloat16" if gpu else "float32")
     _step("evaluate: speculative against plain greedy decoding of held-out prompts")

@@ -135,7 +135,7 @@ def wait_for_heldout(cache: Cache, allow_set_aside: bool, stopped: Callable[[], 
             return
         wanted = len(arrivals.wanted)
         logger.info("waiting for extraction: %d of %d held-out shards", len(there.shards), wanted)
-        with tqdm(total=wanted, unit="shard", disable=not progress, dynamic_ncols=True) as bar:
+        with tqdm(total=wanted, unit="shard", disable=None if progress else True, dynamic_ncols=True) as bar:
             bar.set_description_str("waiting for extraction: held-out shards")
             while not there.over:
                 bar.update(len(there.shards) - bar.n)

@@ -37,7 +37,7 @@ def train(recipe: TrainRecipe, *, progress: bool = True, stop_event: threading.E
 
     Args:
         recipe: The recipe; ``recipe.run`` is the run's folder.
-        progress: Show a progress line.
+        progress: Show a bar on a terminal, else a log line now and then.
         stop_event: Set by another thread, it ends the run as a signal does.
 
     Returns:

@@ -13,7 +13,7 @@ import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -53,18 +53,16 @@ from dflash_offline.train.metrics import (
     StepEntry,
 )
 from dflash_offline.train.optimizer import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from dflash_offline.train.progress import Display
 from dflash_offline.train.rate import matrix_rate
 from dflash_offline.train.replicas import Replicas
 from dflash_offline.train.run_folder import RunFolder
 from dflash_offline.train.setup import RunPlan, bound_memory, initial_weights
 from dflash_offline.train.shard_store import ShardReader, ShardStore
 from dflash_offline.train.step import DrafterStep, FrozenTarget
-from dflash_offline.train.summary import not_finite_error, progress_text, run_summary, start_entry
+from dflash_offline.train.summary import not_finite_error, run_summary, start_entry
 from dflash_offline.train.trackers import open_trackers
 from dflash_offline.train.waves import WaveListener, WaveMaker, follow
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
@@ -164,8 +162,7 @@ class ReplicaRun:
         self.heldout_feed = feed(EVALUATION_SEED, plan.heldout.anchors_per_document) if plan.heldout.rows else None
         mine = self.course.planned(self.first_step, shard_of, replicas.rank, replicas.world)
         self.feed.start(mine, self.memory.ahead, self._say_what_is_waited_for)
-        self.bar: tqdm | None = None
-        self.said_waiting = False
+        self.display: Display | None = None
         self.saved_step = self.first_step
         self.log: RunLog | None = None
         if not replicas.first:
@@ -180,14 +177,10 @@ class ReplicaRun:
 
     def go(self, signals: StopSignals, progress: bool, started: Callable[[], None]) -> dict[str, Any]:
         """Train to the end."""
-        from tqdm import tqdm
-
         self._write(self._start_entry())
         began, stopped, done = time.perf_counter(), self.stopped, self.first_step
-        self.bar = tqdm(
-            total=self.course.total_steps, initial=done, unit="step", disable=not progress, dynamic_ncols=True
-        )
-        with self.bar, recompiling_is_an_error(self.counters is not None, self.plan.layout):
+        self.display = Display(self.course.total_steps, done, progress)
+        with self.display, recompiling_is_an_error(self.counters is not None, self.plan.layout):
             if self.evaluation_due:  # the run was stopped before or in the middle of it
                 self._evaluate(done, stopped)
                 if self.evaluation_due:
@@ -202,14 +195,9 @@ class ReplicaRun:
                     started()
                 signals.raise_at_once = False  # from here on there is something to keep
                 last = done == self.course.total_steps
-                self.bar.total = self.course.total_steps
-                if self.said_waiting:
-                    self.bar.set_postfix_str("", refresh=False)
-                    self.said_waiting = False
-                self.bar.update(1)
+                self.display.step(self.course.total_steps)
                 if last or done % self.settings.log_every == 0:
-                    entry = self._log_interval(done)
-                    self.bar.set_postfix_str(progress_text(entry, self.evaluated), refresh=False)
+                    self.display.entry(self._log_interval(done), self.evaluated)
                 self.interval.pause()
                 self.evaluation_due |= last or done % self.settings.evaluate_every == 0
                 if last:
@@ -230,9 +218,8 @@ class ReplicaRun:
         raise AssertionError("training ended without its last step")
 
     def _say_what_is_waited_for(self) -> None:
-        if self.source is not None and self.bar is not None and (text := self.source.waiting()):
-            self.bar.set_postfix_str(text)
-            self.said_waiting = True
+        if self.source is not None and self.display is not None and (text := self.source.waiting()):
+            self.display.waiting(text)
 
     def _end_of_waiting(self, done: int, began: float) -> NoReturn:
         """The wait for extraction was ended by a stop or by what became of extraction: keep what is done."""
