@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +129,10 @@ def gather_environment(stage: str) -> Environment:
     )
 
 
-def package_versions() -> dict[str, str]:
-    """Installed versions of the packages that matter, by name."""
+def package_versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Installed versions of packages, by name, without importing any; those that are not there are left out."""
     versions = {}
-    for name in PACKAGES:
+    for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     return versions
@@ -161,8 +162,8 @@ def driver_cuda_version() -> str | None:
 
 def nvidia_gpus() -> tuple[str | None, list[Gpu]]:
     """The driver's version and the machine's GPUs, whichever of them this process may see."""
-    rows = _nvidia_smi("--query-gpu=index,name,memory.total,memory.used,uuid,driver_version")
-    busy = [row[0] for row in _nvidia_smi("--query-compute-apps=gpu_uuid,pid") if row]
+    rows = nvidia_smi("--query-gpu=index,name,memory.total,memory.used,uuid,driver_version")
+    busy = [row[0] for row in nvidia_smi("--query-compute-apps=gpu_uuid,pid") if row]
     gpus, driver = [], None
     for row in rows:
         try:
@@ -176,8 +177,9 @@ def nvidia_gpus() -> tuple[str | None, list[Gpu]]:
     return driver, gpus
 
 
-def _nvidia_smi(query: str) -> list[list[str]]:
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+def nvidia_smi(*query: str) -> list[list[str]]:
+    """Rows of cells that ``nvidia-smi`` answers; none where it is absent or fails."""
+    command = ["nvidia-smi", *query, "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import importlib.metadata
 import json
 import logging
 import platform
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash_offline.config import ExtractRecipe
+from dflash_offline.environment import package_versions
 
 if TYPE_CHECKING:
     from dflash_offline.cache import Cache, Identity
@@ -212,13 +212,7 @@ def _compare(cache: Cache, recipe: ExtractRecipe) -> None:
 
 def library_versions() -> dict[str, str]:
     """Installed versions of what may change bits, without importing any of it."""
-    versions = {"python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
+    return {"python": platform.python_version(), **package_versions(LIBRARIES)}
 
 
 def provenance(stamp: str | None, recipe: ExtractRecipe) -> dict[str, Any]:

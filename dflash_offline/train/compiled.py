@@ -14,13 +14,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import importlib.metadata
 import json
 import logging
 import multiprocessing
 import os
 import platform
-import subprocess
 import time
 import traceback
 from collections.abc import Iterator
@@ -30,6 +28,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from dflash_offline.cache.files import write_json_atomic
 from dflash_offline.config import TrainRecipe
+from dflash_offline.environment import nvidia_smi, package_versions
 from dflash_offline.errors import DFlashOfflineError
 
 if TYPE_CHECKING:
@@ -63,18 +62,12 @@ def visible_devices() -> str:
 
 def versions() -> dict[str, str | None]:
     """What compiled code depends on besides shapes: torch, triton, Python and our own sources."""
-
-    def version(package: str) -> str | None:
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-
+    installed = package_versions(("torch", "triton"))
     drafter = Path(__file__).parents[1] / "drafter"
     sources = hashlib.sha256(b"".join((drafter / f"{name}.py").read_bytes() for name in _SOURCES)).hexdigest()
     return {
-        "torch": version("torch"),
-        "triton": version("triton"),
+        "torch": installed.get("torch"),
+        "triton": installed.get("triton"),
         "python": platform.python_version(),
         "sources": sources[:16],
     }
@@ -100,11 +93,8 @@ def device_name(environment: dict[str, str]) -> str:
     visible = environment.get("CUDA_VISIBLE_DEVICES", "")
     if not visible:
         return f"cpu {platform.machine()} {_cpu_flags()}"
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "-i", visible.split(",")[0]]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "gpu"
+    rows = nvidia_smi("--query-gpu=name", "-i", visible.split(",")[0])
+    return rows[0][0] if rows else "gpu"
 
 
 def _cpu_flags() -> str:

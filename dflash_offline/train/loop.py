@@ -79,8 +79,8 @@ def train_replica(
             process trains alone and compiles for itself.
         started: Called after the first step.
     """
-    alone = Place.from_environment() is None
-    place = Place.from_environment() or Place()
+    given = Place.from_environment()
+    place = given or Place()
     device = choose_device(recipe, place)
     cache = open_trainable(recipe)
     stop_event = stop_event or threading.Event()
@@ -99,7 +99,7 @@ def train_replica(
             plan = plan_run(recipe, cache, replicas.broadcast(is_followed(recipe)))
             if device.type == "cuda":
                 check_tiles(plan.layout)
-            if warm is None and not alone and wants_compile(recipe, device):
+            if warm is None and given is not None and wants_compile(recipe, device):
                 if place.local_rank == 0:
                     warm = warm_folder(recipe, cache, plan, {"CUDA_VISIBLE_DEVICES": visible_devices()})
                 warm = replicas.gather(warm)[replicas.rank - place.local_rank]

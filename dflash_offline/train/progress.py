@@ -7,13 +7,11 @@ import sys
 import time
 from collections.abc import Callable
 
-from dflash_offline.extract.progress import duration
+from dflash_offline.extract.progress import LOG_SECONDS, duration
 from dflash_offline.train.metrics import EvaluateEntry, StepEntry
 from dflash_offline.train.summary import progress_text
 
 logger = logging.getLogger(__name__)
-
-LINE_SECONDS = 30.0
 
 
 class Display:
@@ -33,7 +31,7 @@ class Display:
         self._lines, self._clock = progress and not terminal, clock
         self._bar = tqdm(total=total, initial=done, unit="step", disable=not terminal, dynamic_ncols=True)
         self._total, self._first, self._began = total, done, clock()
-        self._next_line = self._began + LINE_SECONDS
+        self._next_line = self._began + LOG_SECONDS
         self._waiting = False
 
     def __enter__(self) -> Display:
@@ -55,7 +53,7 @@ class Display:
         text, now = progress_text(entry, evaluated), self._clock()
         self._bar.set_postfix_str(text, refresh=False)
         if self._lines and (now >= self._next_line or entry.step == self._total):
-            self._next_line = now + LINE_SECONDS
+            self._next_line = now + LOG_SECONDS
             left = (now - self._began) / max(entry.step - self._first, 1) * (self._total - entry.step)
             logger.info("step %d/%d · %s · ETA %s", entry.step, self._total, text, duration(left))
 

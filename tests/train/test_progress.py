@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
+from dflash_offline.extract.progress import LOG_SECONDS
 from dflash_offline.train.metrics import StepEntry
-from dflash_offline.train.progress import LINE_SECONDS, Display
+from dflash_offline.train.progress import Display
 
 
 class Clock:
@@ -48,7 +49,7 @@ def show(progress: bool, steps: int = 40) -> None:
     clock = Clock()
     with Display(steps + 10, 10, progress, clock) as display:
         for step in range(11, steps + 11):
-            clock.now += LINE_SECONDS / 10
+            clock.now += LOG_SECONDS / 10
             display.step(steps + 10)
             display.entry(entry(step), None)
 
